@@ -56,8 +56,8 @@ def save_adapter(folder: Path, base: str, targets: list[str], **settings: Any) -
 
 def logits(model: Callable[..., Any]) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=IDS).logits
-    return found
+        values: torch.Tensor = model(input_ids=IDS).logits
+    return values
 
 
 def loaded(folder: Path, hub: HubOptions | None = None) -> torch.nn.Module:
@@ -82,8 +82,8 @@ def test_base_revision_named_by_the_adapter_is_used(tmp_path: Path) -> None:
         (repository / "refs" / name).write_text(commit)
     hub = tmp_path / "hub"
     adapted = save_adapter(tmp_path / "adapter", "me/base", ["q_proj"], revision="v1", cache_dir=hub)
-    found = loaded(tmp_path / "adapter", HubOptions(cache_dir=str(hub)))
-    torch.testing.assert_close(logits(found), logits(adapted), atol=1e-4, rtol=1e-4)
+    opened = loaded(tmp_path / "adapter", HubOptions(cache_dir=str(hub)))
+    torch.testing.assert_close(logits(opened), logits(adapted), atol=1e-4, rtol=1e-4)
 
 
 ADDED = ["newtoken", "othertoken"]
@@ -117,8 +117,8 @@ def save_with_tokens(folder: Path, base: Path, *, tokens: int = 2, save: Any = "
 def logits_of_added(model: Any, vocabulary: int) -> torch.Tensor:
     ids = torch.tensor([[5, vocabulary - 1, 7, vocabulary - 2]])
     with torch.inference_mode():
-        found: torch.Tensor = model(input_ids=ids).logits
-    return found
+        values: torch.Tensor = model(input_ids=ids).logits
+    return values
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -136,16 +136,16 @@ def logits_of_added(model: Any, vocabulary: int) -> torch.Tensor:
 def test_adapter_with_added_tokens(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", tied=tied)
     adapted = save_with_tokens(tmp_path / "adapter", base, **settings)
-    found = loaded(tmp_path / "adapter")
+    opened = loaded(tmp_path / "adapter")
     size = adapted.config.vocab_size
     if not tied and (settings.get("indices") or "embed_tokens" in settings.get("target_modules", ())):
         # If only the input embeddings are adapted, PEFT does not save the output embeddings of the two added tokens, so
         # these logits are not compared.
         size -= 2
-    assert found.config.vocab_size == adapted.config.vocab_size
+    assert opened.config.vocab_size == adapted.config.vocab_size
     expected = logits_of_added(adapted, adapted.config.vocab_size)[..., :size]
     torch.testing.assert_close(
-        logits_of_added(found, found.config.vocab_size)[..., :size], expected, atol=1e-4, rtol=1e-4
+        logits_of_added(opened, opened.config.vocab_size)[..., :size], expected, atol=1e-4, rtol=1e-4
     )
 
 

@@ -42,7 +42,7 @@ _LONGFORMER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def made(architecture: str, **settings: Any) -> Any:
+def build(architecture: str, **settings: Any) -> Any:
     """Return a model with the given settings and random weights, whose logits are of order 1."""
     cls = getattr(transformers, architecture)
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids:
     model = ORTModelForSequenceClassification(artifact)
     pad = getattr(original.config, "pad_token_id", None) or 0
     end = original.config.eos_token_id if original.config.is_encoder_decoder else None
-    found = 0.0
+    largest = 0.0
     for batch, length in sizes:
         drawn = torch.randint(*ids, (batch, length), generator=torch.Generator().manual_seed(length))
         mask = torch.ones_like(drawn)
@@ -69,8 +69,8 @@ def worst(artifact: Any, original: Any, sizes: tuple[tuple[int, int], ...], ids:
         with torch.inference_mode():
             expected = original(input_ids=drawn, attention_mask=mask).logits
         assert expected.abs().max() > 0.1
-        found = max(found, float((model(input_ids=drawn, attention_mask=mask).logits - expected).abs().max()))
-    return found
+        largest = max(largest, float((model(input_ids=drawn, attention_mask=mask).logits - expected).abs().max()))
+    return largest
 
 
 # The exported graph may add float32 numbers in a different order, so results differ slightly.
@@ -89,7 +89,7 @@ def assert_same_answers(artifact: Artifact, original: Any, sizes: tuple[tuple[in
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_convolutional_models_accept_any_image_size(backend: str, tmp_path: Path) -> None:
     """Convolutional models accept any image size, so the exported graph must also accept any image size."""
-    original = made(
+    original = build(
         "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
     )
     artifact = export(original, tmp_path / "out", task="image-classification", backend=backend)
@@ -102,7 +102,7 @@ def test_images_with_incomplete_patches(tmp_path: Path) -> None:
     """FocalNet pads images to whole patches at each stage. A graph that is traced with whole patches would crop the
     incomplete patches.
     """
-    original = made(
+    original = build(
         "FocalNetForImageClassification", image_size=64, embed_dim=16, hidden_sizes=[16, 32], depths=[1, 1],
         focal_levels=[2, 2], focal_windows=[3, 3], num_labels=3,
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_xmod_graph_has_one_language_adapter(tmp_path: Path) -> None:
     adapters of all languages.
     """
     languages = ["de_DE", "en_XX", "fr_XX"]
-    original = made(
+    original = build(
         "XmodForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=96, num_labels=3, pad_token_id=1, languages=languages, default_language="en_XX",
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_image_indicator_tokens_of_ovis2(tmp_path: Path) -> None:
     """Ovis2's processor puts indicator tokens before and after an image. Their embeddings are in the visual embedding
     table, so the ids exceed the text vocabulary and the session must not check their range.
     """
-    original = made(
+    original = build(
         "Ovis2ForConditionalGeneration", text_config={"model_type": "qwen2", **_TEXT}, hidden_size=32, vocab_size=96,
         vision_config={**_VISION, "vocab_size": 20, "hidden_stride": 2, "num_visual_indicator_tokens": 5},
         image_token_id=90, visual_indicator_token_ids=[91, 92, 93, 94, 95],
@@ -160,7 +160,7 @@ def test_bidirectional_image_attention_is_refused(tmp_path: Path) -> None:
     """The export of Gemma 3 raises an error: its processor returns `token_type_ids` for images, and image tokens attend
     in both directions.
     """
-    original = made(
+    original = build(
         "Gemma3ForConditionalGeneration", text_config={**_TEXT, "head_dim": 8}, vision_config=_VISION,
         image_token_id=90, image_token_index=90, mm_tokens_per_image=4, boi_token_index=91, eoi_token_index=92,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def test_image_size_fixed_by_the_trace(tmp_path: Path) -> None:
 
 
 def test_graph_with_fixed_image_size_is_validated(tmp_path: Path) -> None:
-    made(
+    build(
         "ResNetForImageClassification", embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], num_labels=3
     ).save_pretrained(tmp_path / "model")
     sample, axes = {"pixel_values": torch.randn(2, 3, 224, 224)}, {"pixel_values": {0: "batch"}}
@@ -203,7 +203,7 @@ def test_position_embeddings_fix_the_image_size(tiny_artifact: Callable[..., Art
 @pytest.mark.thorough
 def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     """Falcon computes ALiBi positions in bfloat16, although ONNX Runtime's CPU provider cannot multiply in bfloat16."""
-    original = made(
+    original = build(
         "FalconForCausalLM", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, alibi=True,
         new_decoder_architecture=False, multi_query=False, bias=True, pad_token_id=0, eos_token_id=None,
     )  # fmt: skip
@@ -212,8 +212,8 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
     ids = torch.randint(5, 100, (1, 600), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = original(input_ids=ids).logits
-    found = ORTModelForCausalLM(artifact)(input_ids=ids).logits
-    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    logits = ORTModelForCausalLM(artifact)(input_ids=ids).logits
+    assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 @pytest.mark.thorough
@@ -221,7 +221,7 @@ def test_bfloat16_arithmetic_in_a_float32_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keys_and_values_of_different_sizes(backend: str, layers: int, tmp_path: Path) -> None:
     """In DeepSeek's latent attention, values and keys have different sizes. The model's second layer has experts."""
-    original = made(
+    original = build(
         "DeepseekV3ForCausalLM", vocab_size=120, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2,
         n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
@@ -244,13 +244,13 @@ def test_padding_to_whole_attention_windows(
     """LED pads texts to a multiple of its attention window. If the text length is a multiple of the window, no padding
     is added.
     """
-    original = made("LEDForConditionalGeneration", **_LED)
+    original = build("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (2, length), generator=torch.Generator().manual_seed(length))
     rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = original.generate(**rows, max_new_tokens=10, do_sample=False, eos_token_id=None)
-    found = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(**rows, max_new_tokens=10, eos_token_id=None)
-    assert torch.equal(found, expected)
+    tokens = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(**rows, max_new_tokens=10, eos_token_id=None)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.thorough
@@ -260,7 +260,7 @@ def test_generation_with_global_attention(backend: str, beams: int, shared: Call
     """In LED's attention mask, a 2 marks tokens with global attention. One text of the batch is padded on the right,
     and the other text on the left.
     """
-    original = made("LEDForConditionalGeneration", **_LED)
+    original = build("LEDForConditionalGeneration", **_LED)
     folder = shared(f"led-{backend}", lambda out: export(original, out, task="text2text-generation", backend=backend))
     ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -268,8 +268,8 @@ def test_generation_with_global_attention(backend: str, beams: int, shared: Call
     mask[0, 0] = mask[0, 20] = mask[1, 3] = 2
     settings = {"max_new_tokens": 10, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     expected = original.generate(input_ids=ids, attention_mask=mask, **settings)
-    found = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(input_ids=ids, attention_mask=mask, **settings)
-    assert torch.equal(found, expected)
+    tokens = ORTModelForSeq2SeqLM(Artifact.load(folder)).generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(tokens, expected)
     plain = original.generate(input_ids=ids, attention_mask=mask.clamp(max=1), **settings)
     assert not torch.equal(plain, expected)
 
@@ -280,7 +280,7 @@ def test_global_attention_in_the_attention_mask(backend: str, tmp_path: Path) ->
     """Longformer's classifier gives the first token global attention, and a 2 in the attention mask gives other tokens
     global attention. A 3 in the mask is rejected.
     """
-    original = made("LongformerForSequenceClassification", **_LONGFORMER)
+    original = build("LongformerForSequenceClassification", **_LONGFORMER)
     artifact = export(original, tmp_path / "out", task="text-classification", backend=backend)
     assert worst(artifact, original, ((1, 1), (3, 3), (2, 8), (3, 30))) <= TOLERANCE
     model = ORTModelForSequenceClassification(artifact)
@@ -298,7 +298,7 @@ def test_global_attention_in_the_attention_mask(backend: str, tmp_path: Path) ->
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
 def test_question_tokens_have_global_attention(backend: str, tmp_path: Path) -> None:
-    original = made("LongformerForQuestionAnswering", **_LONGFORMER)
+    original = build("LongformerForQuestionAnswering", **_LONGFORMER)
     artifact = export(original, tmp_path / "out", task="question-answering", backend=backend)
     ids = torch.randint(5, 100, (3, 29), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -307,8 +307,8 @@ def test_question_tokens_have_global_attention(backend: str, tmp_path: Path) -> 
         ids[row, [question, question + 1, 12]] = original.config.sep_token_id
     with torch.inference_mode():
         expected = original(input_ids=ids, attention_mask=mask).start_logits
-    found = ORTModelForQuestionAnswering(artifact)(input_ids=ids, attention_mask=mask).start_logits
-    assert (found - expected).abs().max() <= TOLERANCE
+    start_logits = ORTModelForQuestionAnswering(artifact)(input_ids=ids, attention_mask=mask).start_logits
+    assert (start_logits - expected).abs().max() <= TOLERANCE
 
 
 @pytest.mark.thorough
@@ -316,7 +316,7 @@ def test_global_tokens_of_short_and_long_texts(tmp_path: Path) -> None:
     """LongT5 has one global token for each complete block of a text. A text that is shorter than a block has no global
     token.
     """
-    original = made(
+    original = build(
         "LongT5ForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1,
         num_heads=4, encoder_attention_type="transient-global", local_radius=7, global_block_size=4, pad_token_id=0,
         eos_token_id=1, decoder_start_token_id=0,
@@ -344,7 +344,7 @@ def test_unsupported_architectures_are_refused_with_a_reason(
     architecture: str, reason: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ExportError, match=reason):
-        export(made(architecture, **settings), tmp_path / "out", task="text-classification")
+        export(build(architecture, **settings), tmp_path / "out", task="text-classification")
     assert not (tmp_path / "out").exists()
 
 
@@ -363,7 +363,7 @@ def test_sparse_attention_limits_the_text_length(tmp_path: Path) -> None:
     """BigBird uses full attention for short texts and sparse attention for long texts. The exported graph contains only
     full attention, so the session limits the text length.
     """
-    original = made(
+    original = build(
         "BigBirdForSequenceClassification", vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
         intermediate_size=48, max_position_embeddings=96, attention_type="block_sparse", block_size=4,
         num_random_blocks=1, pad_token_id=0,
@@ -380,7 +380,7 @@ def test_encoder_only_checkpoint_of_encoder_decoder(family: str, tmp_path: Path)
     """Checkpoints of sentence-t5 and GTR contain only an encoder. `AutoModel` would also create a decoder with random
     weights.
     """
-    original = made(
+    original = build(
         f"{family}EncoderModel", vocab_size=120, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, pad_token_id=0
     )
     original.save_pretrained(tmp_path / "model")
@@ -390,13 +390,13 @@ def test_encoder_only_checkpoint_of_encoder_decoder(family: str, tmp_path: Path)
     mask[1, 4:] = 0
     with torch.inference_mode():
         expected = original(input_ids=ids, attention_mask=mask).last_hidden_state
-    found = opened(input_ids=ids, attention_mask=mask).last_hidden_state
-    assert float((found - expected)[mask.bool()].abs().max()) <= 1e-4
+    hidden = opened(input_ids=ids, attention_mask=mask).last_hidden_state
+    assert float((hidden - expected)[mask.bool()].abs().max()) <= 1e-4
 
 
 @pytest.mark.thorough
 def test_perceiver_text_inputs(tmp_path: Path) -> None:
-    original = made(
+    original = build(
         "PerceiverForSequenceClassification", vocab_size=120, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
         num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=4,
         max_position_embeddings=96, num_labels=3,
@@ -419,7 +419,7 @@ def test_perceiver_image_size_depends_on_the_head(head: str, size: int, tmp_path
     """The Perceiver head with learned positions uses the image size in the config. The other heads use the processor's
     resize size, and not its crop size.
     """
-    original = made(
+    original = build(
         f"PerceiverForImageClassification{head}", image_size=32, d_model=32, d_latents=32, num_latents=8, num_blocks=1,
         num_self_attends_per_block=1, num_self_attention_heads=4, num_cross_attention_heads=1, num_labels=3,
     )  # fmt: skip
@@ -433,14 +433,14 @@ def test_perceiver_image_size_depends_on_the_head(head: str, size: int, tmp_path
     picture = Image.new("RGB", (40, 30), "red")
     picture.paste("blue", (3, 5, 20, 20))
     expected = transformers.pipeline("image-classification", model=str(folder))(picture)
-    found = pipeline("image-classification", model=str(artifact.path))(picture)
-    assert [one["label"] for one in found] == [one["label"] for one in expected]
-    assert found[0]["score"] == pytest.approx(expected[0]["score"], abs=TOLERANCE)
+    results = pipeline("image-classification", model=str(artifact.path))(picture)
+    assert [result["label"] for result in results] == [result["label"] for result in expected]
+    assert results[0]["score"] == pytest.approx(expected[0]["score"], abs=TOLERANCE)
 
 
 def test_bounding_boxes_from_0_to_1(tmp_path: Path) -> None:
     """BROS's bounding boxes are numbers from 0 to 1, and not indices of an embedding table. The model requires boxes."""
-    original = made(
+    original = build(
         "BrosForTokenClassification", vocab_size=120, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=48, max_position_embeddings=96, num_labels=3,
     )  # fmt: skip
@@ -459,7 +459,7 @@ def test_bounding_boxes_from_0_to_1(tmp_path: Path) -> None:
 
 
 def test_unsupported_speech_model_is_refused(tmp_path: Path) -> None:
-    original = made(
+    original = build(
         "Pop2PianoForConditionalGeneration", vocab_size=120, d_model=32, d_kv=8, d_ff=32, num_layers=1,
         num_decoder_layers=1, num_heads=4,
     )  # fmt: skip

@@ -102,9 +102,9 @@ def test_methods_of_torch_modules(artifact: Artifact, caplog: pytest.LogCaptureF
 
 def test_pipeline_with_an_open_model(artifact: Artifact) -> None:
     model = accel.ORTModel.from_pretrained(artifact.path)
-    wanted = accel.pipeline(model=model)("where is my card")
-    assert accel.pipeline(model=model, device="cpu")("where is my card") == wanted
-    assert accel.pipeline(model=model, device=-1)("where is my card") == wanted
+    expected = accel.pipeline(model=model)("where is my card")
+    assert accel.pipeline(model=model, device="cpu")("where is my card") == expected
+    assert accel.pipeline(model=model, device=-1)("where is my card") == expected
     with pytest.raises(ConfigError, match="The model is already loaded"):
         accel.pipeline(model=model, backend="cpu")
 
@@ -118,17 +118,17 @@ def test_question_and_context_as_positional_arguments(tiny_folder: Callable[...,
 
 
 def test_default_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    asked: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def load(task: str, model: str, arguments: LoadingArguments) -> Any:
-        asked.append((task, model, arguments.hub.revision))
+        calls.append((task, model, arguments.hub.revision))
         raise TaskError("enough")
 
     monkeypatch.setattr("accel.models.pipelines.pipeline._load", load)
     usual = transformers.pipelines.PIPELINE_REGISTRY.check_task("text-classification")[1]["default"]["model"]
     with pytest.raises(TaskError, match="enough"):
         accel.pipeline("sentiment-analysis")
-    assert asked == [("sentiment-analysis", *usual)]
+    assert calls == [("sentiment-analysis", *usual)]
     assert "called without a model" in caplog.text
     with pytest.raises(ConfigError, match="called without a model"):
         accel.pipeline()
@@ -137,7 +137,7 @@ def test_default_model_of_a_task(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     for task in ("question-answering", "translation_en_to_fr"):
         with pytest.raises(TaskError, match="enough"):
             accel.pipeline(task)
-    assert asked[1:] == [
+    assert calls[1:] == [
         ("question-answering", "distilbert/distilbert-base-cased-distilled-squad", "564e9b5"),
         ("translation_en_to_fr", "google-t5/t5-base", "a9723ea"),
     ]

@@ -28,7 +28,7 @@ FEW = {"processes": 1, "rounds": 2, "calls": 3, "warmup": 1, "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]):
+def benchmark_result(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]):
     """Return the benchmark of four variants: PyTorch, a correct artifact, an artifact of another model, and a variant
     that cannot be loaded.
     """
@@ -42,8 +42,8 @@ def found(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifac
     return benchmark(variants, sequence=[5, 9], batch=[2], **FEW)
 
 
-def test_correct_variant_is_measured(found) -> None:
-    good = found["good"]
+def test_correct_variant_is_measured(benchmark_result) -> None:
+    good = benchmark_result["good"]
     assert good.error is None
     assert good.max_abs_difference < good.tolerance
     assert (good.backend, good.compute_dtype, good.threads) == ("cpu", "float32", 1)
@@ -59,54 +59,54 @@ def test_correct_variant_is_measured(found) -> None:
     assert good.agreement == 1.0
 
 
-def test_benchmark_result_is_pickled_and_copied(found) -> None:
-    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
-        assert str(other) == str(found)
+def test_benchmark_result_is_pickled_and_copied(benchmark_result) -> None:
+    for other in (pickle.loads(pickle.dumps(benchmark_result)), copy.deepcopy(benchmark_result)):
+        assert str(other) == str(benchmark_result)
 
 
 def test_processes_share_the_rounds(tiny_artifact: Callable[..., Artifact]) -> None:
-    found = benchmark(tiny_artifact(), sequence=[5], **{**FEW, "processes": 2, "rounds": 3})
-    assert found.settings["processes"] == 2
-    for variant in found.variants:
+    result = benchmark(tiny_artifact(), sequence=[5], **{**FEW, "processes": 2, "rounds": 3})
+    assert result.settings["processes"] == 2
+    for variant in result.variants:
         assert [len(block) for block in variant.cells[0].milliseconds] == [3, 3, 3]
         assert variant.cells[0].ratio is not None
 
 
 def test_generation_is_timed_to_first_and_last_token(generator: Callable[..., Artifact]) -> None:
     artifact = generator("gpt2")
-    found = benchmark(artifact, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
-    for variant in found.variants:
+    result = benchmark(artifact, sequence=[6], new_tokens=8, **{**FEW, "rounds": 1, "calls": 2})
+    for variant in result.variants:
         first, last = variant.cells
         assert (first.workload, last.workload) == ("1x6+1", "1x6+8")
         assert first.tokens_per_s is None
         # On a busy machine, generating one token may take longer than generating eight tokens.
-        taken = last.latency.median - first.latency.median
-        assert last.tokens_per_s == (pytest.approx(7000 / taken) if taken > 0 else None)
-        assert ("tokens/s" in variant.lines()[1]) == (taken > 0)
-    assert found.variants[1].max_abs_difference < found.variants[1].tolerance
+        elapsed = last.latency.median - first.latency.median
+        assert last.tokens_per_s == (pytest.approx(7000 / elapsed) if elapsed > 0 else None)
+        assert ("tokens/s" in variant.lines()[1]) == (elapsed > 0)
+    assert result.variants[1].max_abs_difference < result.variants[1].tolerance
     with pytest.raises(ConfigError, match="at least 2"):
         benchmark(artifact, new_tokens=1, **FEW)
 
 
-def test_variant_with_wrong_outputs_is_not_timed(found) -> None:
-    assert "outputs differ from the outputs of the baseline" in found["wrong"].error
-    assert found["wrong"].cells == ()
+def test_variant_with_wrong_outputs_is_not_timed(benchmark_result) -> None:
+    assert "outputs differ from the outputs of the baseline" in benchmark_result["wrong"].error
+    assert benchmark_result["wrong"].cells == ()
 
 
-def test_failed_variant_does_not_stop_other_variants(found) -> None:
-    assert found["absent"].error is not None
-    assert len(found["PyTorch eager float32"].cells) == 2
+def test_failed_variant_does_not_stop_other_variants(benchmark_result) -> None:
+    assert benchmark_result["absent"].error is not None
+    assert len(benchmark_result["PyTorch eager float32"].cells) == 2
 
 
-def test_result_lines_have_the_format_of_transformer_deploy(found) -> None:
-    line = found["good"].lines()[0]
+def test_result_lines_have_the_format_of_transformer_deploy(benchmark_result) -> None:
+    line = benchmark_result["good"].lines()[0]
     assert line.startswith("[good] mean=")
     for word in ("sd=", "min=", "max=", "median=", "95p=", "99p="):
         assert word in line
 
 
-def test_html_page_loads_nothing_from_the_network(found) -> None:
-    page = html_page(found.to_dict())
+def test_html_page_loads_nothing_from_the_network(benchmark_result) -> None:
+    page = html_page(benchmark_result.to_dict())
     assert "http" not in page
     assert "<script" not in page
     assert "Not measured" in page
@@ -114,10 +114,12 @@ def test_html_page_loads_nothing_from_the_network(found) -> None:
     assert "2x9" in page
 
 
-def test_png_without_matplotlib_names_the_extra(found, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_png_without_matplotlib_names_the_extra(
+    benchmark_result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="matplotlib") as info:
-        write_png(found.to_dict(), tmp_path / "x.png")
+        write_png(benchmark_result.to_dict(), tmp_path / "x.png")
     assert "report" in str(info.value)
 
 
@@ -172,18 +174,18 @@ def test_sequence_above_number_of_positions_raises(tiny_artifact) -> None:
 
 
 def test_cuda_graph_without_gpu_is_reported(tiny_artifact) -> None:
-    found = benchmark(tiny_artifact(), cuda_graph=["float32"], sequence=[5], **FEW)
-    graph = found["PyTorch eager float32 in a CUDA graph"]
+    result = benchmark(tiny_artifact(), cuda_graph=["float32"], sequence=[5], **FEW)
+    graph = result["PyTorch eager float32 in a CUDA graph"]
     assert "needs an NVIDIA GPU" in graph.error
-    assert found.variants[0].cells
+    assert result.variants[0].cells
 
 
 def test_gpu_baselines_include_cuda_graphs(tiny_folder) -> None:
     model = resolve(tiny_folder())
 
     def captured(baselines: Baselines, device: str | None) -> list[str]:
-        found = baselines.variants(model, device)
-        return [variant.name for variant in found if (variant.provider_options or {}).get("cuda_graph")]
+        all_variants = baselines.variants(model, device)
+        return [variant.name for variant in all_variants if (variant.provider_options or {}).get("cuda_graph")]
 
     assert captured(Baselines(eager=("float32", "float16")), "cuda:0") == [
         "PyTorch eager float32 in a CUDA graph",

@@ -34,10 +34,10 @@ def test_cache_layers_can_be_read(models: tuple[Any, Any]) -> None:
     model, original = models
     cache = model(input_ids=IDS).past_key_values
     with torch.no_grad():
-        wanted = original(input_ids=IDS)[CACHE_NAME]
+        reference = original(input_ids=IDS)[CACHE_NAME]
     assert isinstance(cache, DynamicCache)
-    assert len(cache.layers) == len(wanted.layers)
-    for layer, expected in zip(cache.layers, wanted.layers, strict=True):
+    assert len(cache.layers) == len(reference.layers)
+    for layer, expected in zip(cache.layers, reference.layers, strict=True):
         torch.testing.assert_close(layer.keys, expected.keys, **CLOSE)
         torch.testing.assert_close(layer.values, expected.values, **CLOSE)
 
@@ -52,29 +52,30 @@ def test_cache_layers_follow_the_order_of_rows(models: tuple[Any, Any]) -> None:
 
 def test_cache_filled_by_pytorch_is_continued(models: tuple[Any, Any]) -> None:
     model, original = models
-    cache, wanted = DynamicCache(), DynamicCache()
+    cache, reference = DynamicCache(), DynamicCache()
     with torch.no_grad():
         original(input_ids=IDS[:, :3], **{CACHE_NAME: cache})
-        original(input_ids=IDS[:, :3], **{CACHE_NAME: wanted})
-        expected = original(input_ids=IDS[:, 3:], **{CACHE_NAME: wanted}).logits
+        original(input_ids=IDS[:, :3], **{CACHE_NAME: reference})
+        expected = original(input_ids=IDS[:, 3:], **{CACHE_NAME: reference}).logits
     output = model(input_ids=IDS[:, 3:], past_key_values=cache)
     torch.testing.assert_close(output.logits, expected, **CLOSE)
     # As in transformers, the model changes the caller's cache object in place, and the caller continues with the same
     # object.
     assert output.past_key_values is cache
     assert cache.get_seq_length() == 4
-    torch.testing.assert_close(cache.layers[1].values, wanted.layers[1].values, **CLOSE)
+    torch.testing.assert_close(cache.layers[1].values, reference.layers[1].values, **CLOSE)
 
 
 def test_generate_accepts_and_fills_a_dynamic_cache(models: tuple[Any, Any]) -> None:
     model, original = models
-    cache, wanted = DynamicCache(), DynamicCache()
-    asked = {"max_new_tokens": 4, "do_sample": False}
+    cache, reference = DynamicCache(), DynamicCache()
+    options = {"max_new_tokens": 4, "do_sample": False}
     assert torch.equal(
-        model.generate(IDS, past_key_values=cache, **asked), original.generate(IDS, **{CACHE_NAME: wanted}, **asked)
+        model.generate(IDS, past_key_values=cache, **options),
+        original.generate(IDS, **{CACHE_NAME: reference}, **options),
     )
-    assert cache.get_seq_length() == wanted.get_seq_length()
-    torch.testing.assert_close(cache.layers[0].keys, wanted.layers[0].keys, **CLOSE)
+    assert cache.get_seq_length() == reference.get_seq_length()
+    torch.testing.assert_close(cache.layers[0].keys, reference.layers[0].keys, **CLOSE)
 
 
 def test_pytorch_continues_a_copy_of_the_cache(models: tuple[Any, Any]) -> None:
@@ -82,8 +83,8 @@ def test_pytorch_continues_a_copy_of_the_cache(models: tuple[Any, Any]) -> None:
     cache = model(input_ids=IDS[:, :3]).past_key_values.to_dynamic()
     with torch.no_grad():
         continued = original(input_ids=IDS[:, 3:], **{CACHE_NAME: cache}).logits[:, -1]
-        whole = original(input_ids=IDS).logits[:, -1]
-    torch.testing.assert_close(continued, whole, **CLOSE)
+        full_logits = original(input_ids=IDS).logits[:, -1]
+    torch.testing.assert_close(continued, full_logits, **CLOSE)
 
 
 @pytest.mark.thorough
@@ -99,8 +100,8 @@ def test_incomplete_sliding_window_is_continued(generator: Any, tokens: int) -> 
         cache = original(input_ids=ids[:, :tokens])[CACHE_NAME]
         expected = original(input_ids=ids).logits[:, tokens:]
     if tokens < 8:
-        found = model(input_ids=ids[:, tokens:], past_key_values=cache).logits
-        torch.testing.assert_close(found, expected, **CLOSE)
+        logits = model(input_ids=ids[:, tokens:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected, **CLOSE)
         assert cache.get_seq_length() == 11
     else:
         with pytest.raises(InputError, match="DynamicSlidingWindowLayer, which does not contain"):
@@ -127,13 +128,13 @@ def test_dynamic_cache_without_encoder_output_is_refused(generator: Any) -> None
 @pytest.mark.parametrize("family", ["llama", "bart"])
 def test_numpy_in_and_out(generator: Any, family: str) -> None:
     model = accel.ORTModel.from_pretrained(generator(family).path)
-    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     if family == "bart":
-        given["decoder_input_ids"] = IDS[:, :1]
-    arrays = {name: tensor.numpy() for name, tensor in given.items()}
+        inputs["decoder_input_ids"] = IDS[:, :1]
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
     logits = model(**arrays).logits
     assert isinstance(logits, np.ndarray)
-    assert np.array_equal(logits, model(**given).logits.numpy())
+    assert np.array_equal(logits, model(**inputs).logits.numpy())
     tokens = model.generate(arrays["input_ids"], max_new_tokens=3)
     assert isinstance(tokens, np.ndarray)
     assert np.array_equal(tokens, model.generate(IDS, max_new_tokens=3).numpy())
@@ -162,13 +163,13 @@ def test_both_cache_argument_names_are_accepted(models: tuple[Any, Any], name: s
 def test_both_cache_argument_names_are_accepted_by_encoder_decoders(generator: Any, name: str) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("bart"))
     cache = model.new_cache()
-    made = model.generate(IDS, max_new_tokens=3, do_sample=False, **{name: cache})
-    given = {"input_ids": IDS, "decoder_input_ids": made[:, :2]}
+    tokens = model.generate(IDS, max_new_tokens=3, do_sample=False, **{name: cache})
+    inputs = {"input_ids": IDS, "decoder_input_ids": tokens[:, :2]}
     step = model(
-        decoder_input_ids=made[:, 2:3], attention_mask=torch.ones_like(IDS), **{name: model(**given)[CACHE_NAME]}
+        decoder_input_ids=tokens[:, 2:3], attention_mask=torch.ones_like(IDS), **{name: model(**inputs)[CACHE_NAME]}
     )
     torch.testing.assert_close(
-        step.logits[:, -1], model(input_ids=IDS, decoder_input_ids=made[:, :3]).logits[:, -1], **CLOSE
+        step.logits[:, -1], model(input_ids=IDS, decoder_input_ids=tokens[:, :3]).logits[:, -1], **CLOSE
     )
     assert cache.get_seq_length() == 3
 
@@ -195,10 +196,10 @@ def test_generate_logs_no_deprecated_names(
     transformers logs the warning for outputs only once in a process. For arguments it raises a Python warning, which
     pytest turns into an error.
     """
-    said: list[str] = []
-    monkeypatch.setattr(logging.Logger, "warning_once", lambda _, text, *__: said.append(text))
+    warnings: list[str] = []
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda _, text, *__: warnings.append(text))
     model = accel.ORTModel.from_pretrained(generator(family).path)
     prompt = torch.randn(1, 80, 40) if family == "whisper" else IDS
-    for asked in ({}, {"num_beams": 2}, {"return_dict_in_generate": True}, {name: model.new_cache()}):
-        model.generate(prompt, max_new_tokens=3, do_sample=False, **asked)
-    assert not [text for text in said if "past_key_values" in text]
+    for options in ({}, {"num_beams": 2}, {"return_dict_in_generate": True}, {name: model.new_cache()}):
+        model.generate(prompt, max_new_tokens=3, do_sample=False, **options)
+    assert not [text for text in warnings if "past_key_values" in text]

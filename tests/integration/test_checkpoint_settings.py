@@ -116,8 +116,8 @@ OTHER = {
 
 def test_every_generation_field_is_in_the_tables() -> None:
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    known = {*HONOURED, *HARMLESS, *OF_ASSISTANTS, *REFUSED, *OTHER}
-    assert not fields - known, "say what becomes of these"
+    documented = {*HONOURED, *HARMLESS, *OF_ASSISTANTS, *REFUSED, *OTHER}
+    assert not fields - documented, "say what becomes of these"
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +154,13 @@ def answers(model: Any, checkpoint: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("field", HONOURED)
 @pytest.mark.filterwarnings("ignore")
 def test_supported_fields_are_applied(field: str, opened: Any, original: Any) -> None:
-    expected, found = (answers(model, HONOURED[field]) for model in (original, opened))
+    expected, outputs = (answers(model, HONOURED[field]) for model in (original, opened))
     if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected)
+        assert torch.equal(outputs, expected)
         return
-    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(outputs.sequences, expected.sequences)
     for name in ("scores", "logits"):
-        assert (getattr(found, name) is None) == (getattr(expected, name) is None)
+        assert (getattr(outputs, name) is None) == (getattr(expected, name) is None)
 
 
 @pytest.mark.parametrize("field", HARMLESS)

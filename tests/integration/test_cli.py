@@ -92,8 +92,10 @@ def test_quantization_options(tiny_artifact: Callable[..., Artifact], tmp_path: 
 def test_optimize_reads_calibration_data(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("query\nlost card\nnew pin please\n", encoding="utf-8")
-    given = ("--level", "O4", "--calibration", rows, "--column", "text=query", "--json")
-    report = json.loads(run("optimize", tiny_artifact().path, tmp_path / "half", *given).stdout)["steps"][-1]["report"]
+    options = ("--level", "O4", "--calibration", rows, "--column", "text=query", "--json")
+    report = json.loads(run("optimize", tiny_artifact().path, tmp_path / "half", *options).stdout)["steps"][-1][
+        "report"
+    ]
     assert report["float16"]["watched"] == "calibration data"
     assert report["calibration"]["source"].endswith("rows.csv")
 
@@ -224,8 +226,8 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
     (search / "model.onnx").write_bytes(b"0" * 1000)
     (tmp_path / "tune" / "screens").mkdir()
     (tmp_path / "tune" / "screens" / "def.json").write_text("{}")
-    kept = json.loads(run("cache", "list", "--json").stdout)[-1]
-    assert (kept["name"], kept["what"], kept["bytes"]) == ("tune", "searches: 1 artifacts, 1 results", 1002)
+    listed = json.loads(run("cache", "list", "--json").stdout)[-1]
+    assert (listed["name"], listed["what"], listed["bytes"]) == ("tune", "searches: 1 artifacts, 1 results", 1002)
     assert "tune  (searches" in run("cache", "list").stdout
     assert [entry["name"] for entry in json.loads(run("cache", "clear", "tune", "--json").stdout)["removed"]] == [
         "tune"
@@ -237,15 +239,15 @@ def test_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_folder: Pa
 
 def test_demo_prints_its_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Check only the printed report, with a replacement for the demo. Another test runs the real demo."""
-    asked: list[Path | None] = []
+    folders: list[Path | None] = []
     report = walkthrough.DemoReport(
         rows=(), max_abs_difference=0.0, queries=3080, shape=(1, 16), threads=1, seconds=0.0
     )
-    monkeypatch.setattr(walkthrough, "run", lambda out: asked.append(out) or report)
+    monkeypatch.setattr(walkthrough, "run", lambda out: folders.append(out) or report)
     result = run("demo", "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["queries"] == 3080
-    assert asked == [tmp_path / "out"]
+    assert folders == [tmp_path / "out"]
 
 
 def test_benchmark_prints_lines_and_writes_a_page(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_image_pipeline_opens_an_encoder_decoder(task: str, generator: Callable[
     assert isinstance(read.model, optimum.ORTModelForVision2Seq)
     assert read.model.use_merged
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 36, 3), dtype=np.uint8))
-    (one,), (other,) = read([picture, picture], generate_kwargs={"max_new_tokens": 5})
-    assert set(one) == {"generated_text"}
-    assert one == other
+    (result,), (other,) = read([picture, picture], generate_kwargs={"max_new_tokens": 5})
+    assert set(result) == {"generated_text"}
+    assert result == other
 
 
 @pytest.mark.thorough
@@ -91,8 +91,8 @@ def test_pipeline_ignores_unknown_arguments_with_a_warning(
 def test_encoder_then_decoder_equals_the_model(bart: Callable[..., Any]) -> None:
     model = bart()
     hidden = model.encoder(input_ids=IDS).last_hidden_state
-    found = model.decoder(START, hidden, torch.ones_like(IDS))
-    torch.testing.assert_close(found.logits, model(input_ids=IDS, decoder_input_ids=START).logits, **CLOSE)
+    outputs = model.decoder(START, hidden, torch.ones_like(IDS))
+    torch.testing.assert_close(outputs.logits, model(input_ids=IDS, decoder_input_ids=START).logits, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_encoder_keys_and_values_are_readable(bart: Callable[..., Any], generato
     source = generator("bart").manifest.source.id  # type: ignore[union-attr]
     original = transformers.AutoModelForSeq2SeqLM.from_pretrained(source)
     with torch.inference_mode():
-        wanted = original(input_ids=IDS, decoder_input_ids=START)[CACHE_NAME]
-    found = bart()(input_ids=IDS, decoder_input_ids=START).past_key_values
+        reference = original(input_ids=IDS, decoder_input_ids=START)[CACHE_NAME]
+    cache = bart()(input_ids=IDS, decoder_input_ids=START).past_key_values
     for name in ("self_attention_cache", "cross_attention_cache"):
-        pairs = zip(getattr(found, name).layers, getattr(wanted, name).layers, strict=True)
+        pairs = zip(getattr(cache, name).layers, getattr(reference, name).layers, strict=True)
         for ours, theirs in pairs:
             # The tolerance is relative to the largest value, because T5 does not scale its attention scores and its
             # values are large. The order of additions depends on the CPU.
@@ -134,7 +134,7 @@ def test_generation_settings_are_ignored_in_a_forward_call(bart: Callable[..., A
 
 
 @pytest.mark.parametrize(
-    ("given", "one"),
+    ("settings", "expected"),
     [
         ({}, None),
         ({"encoder_file_name": "encoder_model.onnx"}, None),
@@ -145,8 +145,8 @@ def test_generation_settings_are_ignored_in_a_forward_call(bart: Callable[..., A
         ),
     ],
 )
-def test_graph_file_names_of_all_parts_are_accepted(given: dict[str, str], one: str | None) -> None:
-    assert file_name_of(given) == one
+def test_graph_file_names_of_all_parts_are_accepted(settings: dict[str, str], expected: str | None) -> None:
+    assert file_name_of(settings) == expected
 
 
 def test_graphs_of_different_variants_are_refused() -> None:

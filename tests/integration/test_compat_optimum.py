@@ -36,7 +36,7 @@ def inputs(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path, inputs: Any) -> torch.Tensor:
+def expected_logits(folder: Path, inputs: Any) -> torch.Tensor:
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         logits: torch.Tensor = model(**inputs).logits
@@ -52,8 +52,8 @@ def test_every_exported_name_is_in_the_guide() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     for name in optimum.__all__:
         assert getattr(optimum, name) is not None
-        known = name in text or re.match(r"(ORT|OV)ModelFor", name) or re.search(r"_(NAME|PATTERN)\Z", name)
-        assert known, f"docs/guides/from-optimum.md does not tell what becomes of {name}"
+        documented = name in text or re.match(r"(ORT|OV)ModelFor", name) or re.search(r"_(NAME|PATTERN)\Z", name)
+        assert documented, f"docs/guides/from-optimum.md does not tell what becomes of {name}"
 
 
 @pytest.mark.parametrize("name", ["ORTStableDiffusionPipeline", "OVMixedQuantizationConfig", "OVSentenceTransformer"])
@@ -78,7 +78,7 @@ def test_every_task_has_a_compatible_class(kind: str) -> None:
 
 
 def test_model_is_exported_saved_with_tokenizer_and_loaded(
-    folder: Path, inputs: Any, wanted: torch.Tensor, tmp_path: Path
+    folder: Path, inputs: Any, expected_logits: torch.Tensor, tmp_path: Path
 ) -> None:
     model = optimum.ORTModelForSequenceClassification.from_pretrained(
         folder, export=True, provider="AzureExecutionProvider", use_io_binding=False, force_download=True
@@ -90,8 +90,8 @@ def test_model_is_exported_saved_with_tokenizer_and_loaded(
     model.save_pretrained(tmp_path / "saved")
     loaded = optimum.ORTModel.from_pretrained(tmp_path / "saved", file_name="model.onnx")
     assert type(loaded) is optimum.ORTModelForSequenceClassification
-    torch.testing.assert_close(loaded(**inputs).logits, wanted, **CLOSE)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(loaded))(**inputs).logits, wanted, **CLOSE)
+    torch.testing.assert_close(loaded(**inputs).logits, expected_logits, **CLOSE)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(loaded))(**inputs).logits, expected_logits, **CLOSE)
 
 
 def test_use_cache_false_is_kept(generator: Any) -> None:
@@ -105,7 +105,7 @@ def test_use_cache_false_is_kept(generator: Any) -> None:
 
 
 @pytest.mark.parametrize("level", ["O1", pytest.param("O3", marks=pytest.mark.thorough)])
-def test_optimizer(model: Any, inputs: Any, wanted: torch.Tensor, level: str, tmp_path: Path) -> None:
+def test_optimizer(model: Any, inputs: Any, expected_logits: torch.Tensor, level: str, tmp_path: Path) -> None:
     config = getattr(optimum.AutoOptimizationConfig, level)()
     folder = optimum.ORTOptimizer.from_pretrained(model).optimize(config, save_dir=tmp_path / "out")
     # Like Optimum, the optimizer writes the graph and its weights as one file, because scripts may copy only this file.
@@ -116,32 +116,36 @@ def test_optimizer(model: Any, inputs: Any, wanted: torch.Tensor, level: str, tm
     loaded = type(model).from_pretrained(folder, file_name="model_optimized.onnx")
     assert loaded.artifact.manifest.steps[-1].config["level"] == level
     # Level O3 approximates GELU, so its tolerance is larger than the tolerance for O1.
-    torch.testing.assert_close(loaded(**inputs).logits, wanted, rtol=0.0, atol=1e-5 if level == "O1" else 1e-2)
+    torch.testing.assert_close(loaded(**inputs).logits, expected_logits, rtol=0.0, atol=1e-5 if level == "O1" else 1e-2)
     differences = optimum.ORTOptimizer.get_operators_difference(model.path, loaded.path)
     assert sum(differences.values()) == optimum.ORTOptimizer.get_nodes_number_difference(model.path, loaded.path)
 
 
-def test_graph_file_copied_alone_loads(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
-    made = optimum.ORTOptimizer.from_pretrained(model).optimize(
+def test_graph_file_copied_alone_loads(model: Any, inputs: Any, expected_logits: torch.Tensor, tmp_path: Path) -> None:
+    optimized = optimum.ORTOptimizer.from_pretrained(model).optimize(
         optimum.AutoOptimizationConfig.O1(), tmp_path / "made", file_suffix=""
     )
     (tmp_path / "alone" / "onnx").mkdir(parents=True)
-    (tmp_path / "alone" / "onnx" / "model_O1.onnx").write_bytes((made / "model.onnx").read_bytes())
-    (tmp_path / "alone" / "config.json").write_bytes((made / "config.json").read_bytes())
+    (tmp_path / "alone" / "onnx" / "model_O1.onnx").write_bytes((optimized / "model.onnx").read_bytes())
+    (tmp_path / "alone" / "config.json").write_bytes((optimized / "config.json").read_bytes())
     loaded = type(model).from_pretrained(tmp_path / "alone", subfolder="onnx", file_name="model_O1.onnx")
-    torch.testing.assert_close(loaded(**inputs).logits, wanted, **CLOSE)
+    torch.testing.assert_close(loaded(**inputs).logits, expected_logits, **CLOSE)
 
 
-def test_quantizer_writes_next_to_a_saved_model(model: Any, inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
+def test_quantizer_writes_next_to_a_saved_model(
+    model: Any, inputs: Any, expected_logits: torch.Tensor, tmp_path: Path
+) -> None:
     model.save_pretrained(tmp_path / "both")
     quantizer = optimum.ORTQuantizer.from_pretrained(tmp_path / "both", file_name="model.onnx")
     quantizer.quantize(optimum.AutoQuantizationConfig.avx512_vnni(is_static=False), save_dir=tmp_path / "both")
-    torch.testing.assert_close(type(model).from_pretrained(tmp_path / "both")(**inputs).logits, wanted, **CLOSE)
+    torch.testing.assert_close(
+        type(model).from_pretrained(tmp_path / "both")(**inputs).logits, expected_logits, **CLOSE
+    )
     quantized = type(model).from_pretrained(tmp_path / "both", file_name="model_quantized.onnx")
-    found = quantized(**inputs).logits
+    logits = quantized(**inputs).logits
     # The tolerance allows for 8-bit weights of a random model whose logits are of order 1.
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=0.2)
-    assert not torch.allclose(found, wanted, **CLOSE)
+    torch.testing.assert_close(logits, expected_logits, rtol=0.0, atol=0.2)
+    assert not torch.allclose(logits, expected_logits, **CLOSE)
 
 
 def test_generator_is_quantized_next_to_its_graph(generator: Any, tmp_path: Path) -> None:
@@ -185,8 +189,8 @@ def test_static_quantization(model: Any, folder: Path, method: str, settings: di
         quantizer.quantize(config, tmp_path / "out")
     calibration = getattr(optimum.AutoCalibrationConfig, method)(rows, **settings)
     ranges = quantizer.fit(rows, calibration, batch_size=2)
-    made = Artifact.load(quantizer.quantize(config, tmp_path / "out", calibration_tensors_range=ranges))
-    quantization = made.manifest.quantization
+    static = Artifact.load(quantizer.quantize(config, tmp_path / "out", calibration_tensors_range=ranges))
+    quantization = static.manifest.quantization
     assert quantization is not None
     assert quantization.scheme == "static-int8"
     assert quantization.calibration is not None
@@ -228,24 +232,24 @@ def test_calls_without_counterpart_are_refused(make: Callable[[], object]) -> No
     assert caught.value.fix
 
 
-def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, wanted: torch.Tensor, tmp_path: Path) -> None:
+def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, expected_logits: torch.Tensor, tmp_path: Path) -> None:
     cls = optimum.OVModelForSequenceClassification
     options = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": "f32"}
     model = cls.from_pretrained(tiny_ir().path, device="CPU", compile=False, ov_config=options)
     assert (model.backend, model.ov_config, model.compute_dtype) == ("openvino", options, "float32")
-    torch.testing.assert_close(model(**inputs).logits, wanted, **CLOSE)
-    torch.testing.assert_close(model.reshape(2, 16)(**inputs).logits, wanted, **CLOSE)
+    torch.testing.assert_close(model(**inputs).logits, expected_logits, **CLOSE)
+    torch.testing.assert_close(model.reshape(2, 16)(**inputs).logits, expected_logits, **CLOSE)
     with pytest.raises(ConfigError):
         model.reshape(2, 10_000)
-    torch.testing.assert_close(model(**inputs).logits, wanted, **CLOSE)
+    torch.testing.assert_close(model(**inputs).logits, expected_logits, **CLOSE)
     quantizer = optimum.OVQuantizer.from_pretrained(model)
     rows = [{name: tensor[0].tolist() for name, tensor in inputs.items()}]
     quantizer.quantize(rows, save_directory=tmp_path / "int8")
-    found = model(**inputs).logits
-    assert not torch.allclose(found, wanted, **CLOSE)
+    logits = model(**inputs).logits
+    assert not torch.allclose(logits, expected_logits, **CLOSE)
     again = optimum.OVModel.from_pretrained(tmp_path / "int8")
     assert type(again) is cls
-    torch.testing.assert_close(again(**inputs).logits, found, **CLOSE)
+    torch.testing.assert_close(again(**inputs).logits, logits, **CLOSE)
     record = optimum.OVConfig.from_pretrained(tmp_path / "int8").quantization_config
     assert isinstance(record, optimum.OVQuantizationConfig)
     # Rename the graph files, because other libraries use other file names.
@@ -253,7 +257,7 @@ def test_openvino(tiny_ir: Callable[..., Artifact], inputs: Any, wanted: torch.T
         (tmp_path / "int8" / f"openvino_model.{ending}").rename(tmp_path / "int8" / f"openvino_model_q.{ending}")
     (tmp_path / "int8" / "accel.json").unlink()
     named = cls.from_pretrained(tmp_path / "int8", file_name="openvino_model_q.xml")
-    torch.testing.assert_close(named(**inputs).logits, found, **CLOSE)
+    torch.testing.assert_close(named(**inputs).logits, logits, **CLOSE)
 
 
 def test_openvino_load_in_8bit(tiny_ir: Callable[..., Artifact], inputs: Any) -> None:
@@ -275,9 +279,9 @@ def test_pipeline(folder: Path) -> None:
 def test_images_are_not_padded(tiny_ir: Callable[..., Artifact]) -> None:
     model = optimum.OVModelForImageClassification.from_pretrained(tiny_ir("vit", "image-classification").path)
     pixels = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    wanted = model(pixels).logits
-    assert torch.equal(model.reshape(1, 3, 32, 32)(pixels).logits, wanted)
-    assert torch.equal(model.reshape(1, 3, height=32, width=32)(pixels).logits, wanted)
+    expected = model(pixels).logits
+    assert torch.equal(model.reshape(1, 3, 32, 32)(pixels).logits, expected)
+    assert torch.equal(model.reshape(1, 3, height=32, width=32)(pixels).logits, expected)
 
 
 @pytest.mark.thorough
@@ -296,19 +300,19 @@ def test_feature_outputs_equal_optimums_and_pytorchs(
 ) -> None:
     folder, path = tiny_folder("bert", "feature-extraction"), tiny_artifact("bert", "feature-extraction").path
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = optimum.ORTModelForFeatureExtraction.from_pretrained(path)(**tokenizer("lost", return_tensors=arrays))
+    outputs = optimum.ORTModelForFeatureExtraction.from_pretrained(path)(**tokenizer("lost", return_tensors=arrays))
     with torch.no_grad():
-        wanted = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
+        expected = transformers.AutoModel.from_pretrained(folder)(**tokenizer("lost", return_tensors="pt"))
     # The output is an instance of `BaseModelOutput`, which Optimum returns, and of transformers' output class with pooled
     # states.
-    assert isinstance(found, transformers.modeling_outputs.BaseModelOutput)
-    assert isinstance(found, transformers.modeling_outputs.BaseModelOutputWithPooling)
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        torch.testing.assert_close(torch.as_tensor(found[name]), value, **CLOSE)
-    again = pickle.loads(pickle.dumps(found))
-    assert type(again) is type(found)
-    assert list(again) == list(found)
+    assert isinstance(outputs, transformers.modeling_outputs.BaseModelOutput)
+    assert isinstance(outputs, transformers.modeling_outputs.BaseModelOutputWithPooling)
+    assert list(outputs) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(torch.as_tensor(outputs[name]), value, **CLOSE)
+    again = pickle.loads(pickle.dumps(outputs))
+    assert type(again) is type(outputs)
+    assert list(again) == list(outputs)
 
 
 def test_installed_optimum_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,17 +63,17 @@ def test_tokens_equal_transformers(family: str, chosen: str, generator: Artifact
     if family != "llama" and "prefill_chunk_size" in choices:
         pytest.skip("transformers reads prompts in parts for decoders alone")
     original, model = tiny_generator(family), model_of(generator(family))
-    for given in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
+    for inputs in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
         torch.manual_seed(7)
-        free = original.generate(**given, max_new_tokens=12, **choices)
+        free = original.generate(**inputs, max_new_tokens=12, **choices)
         # Choose an end token that some rows generate early, and other rows generate late or never.
         end = int(free[0, -6])
         for ends in (None, end, [end, int(free[-1, -3])]):
             torch.manual_seed(7)
-            expected = original.generate(**given, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
+            expected = original.generate(**inputs, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
             torch.manual_seed(7)
-            found = model.generate(**given, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
-            assert torch.equal(found, expected)
+            tokens = model.generate(**inputs, max_new_tokens=12, eos_token_id=ends, pad_token_id=3, **choices)
+            assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
@@ -94,15 +94,17 @@ def test_later_tokens_use_prepared_steps(backend: str, generator: Artifacts, mon
     cache, settings = model.new_cache(), {"max_new_tokens": 150, "pad_token_id": 3}
     free = original.generate(**ROWS, eos_token_id=None, **settings)
     end = int(free[1, 40])
-    found = model.generate(**ROWS, past_key_values=cache, eos_token_id=end, **settings)
-    assert torch.equal(found, original.generate(**ROWS, eos_token_id=end, **settings))
+    tokens = model.generate(**ROWS, past_key_values=cache, eos_token_id=end, **settings)
+    assert torch.equal(tokens, original.generate(**ROWS, eos_token_id=end, **settings))
     assert len(calls) == 2
-    assert cache.get_seq_length() == found.shape[1] - 1
-    mask = torch.cat([ROWS["attention_mask"], torch.ones((3, found.shape[1] - 4), dtype=torch.int64)], dim=1)
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+    mask = torch.cat([ROWS["attention_mask"], torch.ones((3, tokens.shape[1] - 4), dtype=torch.int64)], dim=1)
     with torch.inference_mode():
-        expected = original(input_ids=found, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        expected = original(
+            input_ids=tokens, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+        ).logits
     after = model(
-        input_ids=found[:, -1:], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
+        input_ids=tokens[:, -1:], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1, past_key_values=cache
     )
     torch.testing.assert_close(after.logits[:, -1], expected[:, -1], atol=1e-4, rtol=1e-3)
 
@@ -117,19 +119,19 @@ def test_invalid_pad_token_is_refused_at_each_step(generator: Artifacts) -> None
 
 @pytest.mark.usefixtures("alone")
 def test_streamer_receives_each_token_and_may_keep_it(generator: Artifacts) -> None:
-    model, seen, ended = model_of(generator("llama")), [], []
+    model, streamed, ended = model_of(generator("llama")), [], []
 
     class Streamer(transformers.generation.streamers.BaseStreamer):  # type: ignore[misc]  # transformers is untyped here
         def put(self, value: torch.Tensor) -> None:
-            seen.append(value)
+            streamed.append(value)
 
         def end(self) -> None:
-            ended.append(len(seen))
+            ended.append(len(streamed))
 
     # Generate more tokens than the session prepares at once.
-    found = model.generate(**ONE, max_new_tokens=70, eos_token_id=None, streamer=Streamer())
-    assert [value.shape for value in seen] == [(1, 4), *[(1,)] * 70]
-    assert torch.cat([value.flatten() for value in seen]).tolist() == found[0].tolist()
+    tokens = model.generate(**ONE, max_new_tokens=70, eos_token_id=None, streamer=Streamer())
+    assert [value.shape for value in streamed] == [(1, 4), *[(1,)] * 70]
+    assert torch.cat([value.flatten() for value in streamed]).tolist() == tokens[0].tolist()
     assert ended == [71]
 
 
@@ -148,13 +150,13 @@ def test_streamer_may_change_its_tokens(do_sample: bool, generator: Artifacts) -
         def end(self) -> None:
             pass
 
-    model, found = model_of(generator("llama")), []
+    model, streamed = model_of(generator("llama")), []
     for streamer in (None, Streamer()):
         torch.manual_seed(0)
-        found.append(
+        streamed.append(
             model.generate(**ONE, max_new_tokens=6, eos_token_id=None, do_sample=do_sample, streamer=streamer).tolist()
         )
-    assert found[0] == found[1]
+    assert streamed[0] == streamed[1]
 
 
 def test_unlimited_output_length_allocates_no_mask(generator: Artifacts) -> None:
@@ -164,8 +166,8 @@ def test_unlimited_output_length_allocates_no_mask(generator: Artifacts) -> None
     model = model_of(generator("llama"))
     expected = model.generate(**ONE, max_new_tokens=6, eos_token_id=None)
     end = int(expected[0, -1])
-    found = model.generate(**ONE, max_new_tokens=10**9, eos_token_id=end)
-    assert torch.equal(found, expected[:, : found.shape[1]])
+    tokens = model.generate(**ONE, max_new_tokens=10**9, eos_token_id=end)
+    assert torch.equal(tokens, expected[:, : tokens.shape[1]])
 
 
 @pytest.mark.usefixtures("alone")
@@ -174,10 +176,10 @@ def test_conversation_continues_with_the_cache(generator: Artifacts) -> None:
     cache = model.new_cache()
     ids = ONE["input_ids"]
     for _ in range(3):
-        found = model.generate(ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
-        assert torch.equal(found, original.generate(ids, max_new_tokens=4, eos_token_id=None))
-        assert cache.get_seq_length() == found.shape[1] - 1
-        ids = torch.cat([found, torch.randint(4, VOCABULARY, (1, 3))], dim=1)
+        tokens = model.generate(ids, past_key_values=cache, max_new_tokens=4, eos_token_id=None)
+        assert torch.equal(tokens, original.generate(ids, max_new_tokens=4, eos_token_id=None))
+        assert cache.get_seq_length() == tokens.shape[1] - 1
+        ids = torch.cat([tokens, torch.randint(4, VOCABULARY, (1, 3))], dim=1)
 
 
 class _After(transformers.StoppingCriteria):  # type: ignore[misc]  # transformers is untyped here
@@ -194,15 +196,15 @@ class _After(transformers.StoppingCriteria):  # type: ignore[misc]  # transforme
     ],
     ids=["scores", "no cache", "criteria"],
 )
-def test_other_generation_settings_use_transformers_loop(asked: dict[str, Any], generator: Artifacts) -> None:
+def test_other_generation_settings_use_transformers_loop(options: dict[str, Any], generator: Artifacts) -> None:
     model, original = model_of(generator("llama")), tiny_generator("llama")
-    found, expected = (one.generate(**ROWS, max_new_tokens=9, **asked) for one in (model, original))
-    if isinstance(found, torch.Tensor):
-        assert torch.equal(found, expected)
+    outputs, expected = (variant.generate(**ROWS, max_new_tokens=9, **options) for variant in (model, original))
+    if isinstance(outputs, torch.Tensor):
+        assert torch.equal(outputs, expected)
     else:
-        assert torch.equal(found.sequences, expected.sequences)
-        assert len(found.scores) == 9
-        torch.testing.assert_close(found.scores, expected.scores, atol=1e-4, rtol=1e-4)
+        assert torch.equal(outputs.sequences, expected.sequences)
+        assert len(outputs.scores) == 9
+        torch.testing.assert_close(outputs.scores, expected.scores, atol=1e-4, rtol=1e-4)
 
 
 def test_overridden_prepare_inputs_is_called_at_each_step(generator: Artifacts) -> None:

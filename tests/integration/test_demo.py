@@ -69,7 +69,7 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
     rows = {row.name: row for row in report.rows}
     original = rows["PyTorch eager, float32"]
     folders = ["demo", "demo-o2", "demo-int8"]
-    wanted = {
+    expected = {
         "PyTorch eager, float32": "float32",
         "cpu, float32": "float32",
         "cpu, O2": "float32",
@@ -81,12 +81,12 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
         "openvino, static-int8": "int8",
     }
     if _OPENVINO and backends == "all":
-        wanted |= {name: dtype for name, dtype in openvino.items() if name not in report.absent}
+        expected |= {name: dtype for name, dtype in openvino.items() if name not in report.absent}
         assert set(report.absent) <= {"openvino, bfloat16"}
         folders += ["demo-openvino", "demo-openvino-int8"]
     elif backends == "all":
         assert any("OpenVINO" in name for name in report.absent)
-    assert {name: row.compute_dtype for name, row in rows.items()} == wanted
+    assert {name: row.compute_dtype for name, row in rows.items()} == expected
     assert next(iter(rows)) == original.name, "speeds refer to the first row"
     for name, row in rows.items():
         if row.compute_dtype == "float32":
@@ -94,7 +94,7 @@ def test_demo_exports_optimizes_and_quantizes(backends: str, tmp_path: Path, mon
         # Measured accuracy: 92.63 % in float32 and 92.56 % in int8. The limit of 0.35 points is about ten of all 3,080
         # queries, or two of the 616 queries of this test.
         assert row.accuracy >= original.accuracy - 0.0035, name
-    for int8 in [name for name, dtype in wanted.items() if dtype == "int8"]:
+    for int8 in [name for name, dtype in expected.items() if dtype == "int8"]:
         assert rows[int8].megabytes < 0.6 * rows[f"{int8.partition(',')[0]}, float32"].megabytes
     assert "int8" in walkthrough.render(report)
     assert report.tuned is not None

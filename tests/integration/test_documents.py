@@ -42,10 +42,12 @@ def opened(family: str, task: str, backend: str, folder: Path, tiny_artifact: Ca
     )
 
 
-def alike(found: Any, expected: Any) -> None:
-    assert [one["answer"] for one in found] == [one["answer"] for one in expected]
-    assert [(one["start"], one["end"]) for one in found] == [(one["start"], one["end"]) for one in expected]
-    assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+def alike(answers: Any, expected: Any) -> None:
+    assert [answer["answer"] for answer in answers] == [answer["answer"] for answer in expected]
+    assert [(answer["start"], answer["end"]) for answer in answers] == [
+        (answer["start"], answer["end"]) for answer in expected
+    ]
+    assert max(abs(a["score"] - b["score"]) for a, b in zip(answers, expected, strict=True)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=pytest.mark.thorough), *BACKENDS[1:]])
@@ -68,10 +70,10 @@ def test_document_questions_in_transformers_pipeline(
     ):
         for question in ASKED:
             for option in options:
-                given = {"question": question, "word_boxes": PAGE}
-                expected = reference(given, **option)
+                inputs = {"question": question, "word_boxes": PAGE}
+                expected = reference(inputs, **option)
                 assert expected
-                alike(stock(given, **option), expected)
+                alike(stock(inputs, **option), expected)
 
 
 def test_unused_image_is_ignored_as_in_transformers(
@@ -81,8 +83,8 @@ def test_unused_image_is_ignored_as_in_transformers(
     model = opened("layoutlm", DOCUMENTS, "cpu", folder, tiny_artifact)
     ids = torch.randint(6, 100, (1, 7), generator=torch.Generator().manual_seed(0))
     boxes = torch.tensor([0, 0, 10, 10]).expand(1, 7, 4)
-    given = {"input_ids": ids, "bbox": boxes, "token_type_ids": torch.zeros_like(ids)}
-    assert torch.equal(model(**given, image=torch.zeros(1, 3, 8, 8)).start_logits, model(**given).start_logits)
+    inputs = {"input_ids": ids, "bbox": boxes, "token_type_ids": torch.zeros_like(ids)}
+    assert torch.equal(model(**inputs, image=torch.zeros(1, 3, 8, 8)).start_logits, model(**inputs).start_logits)
 
 
 @pytest.mark.parametrize("box", [[-1, 0, 10, 10], [0, 0, 10, 5000], [20, 0, 10, 10], [0, 30, 10, 10]])
@@ -120,9 +122,9 @@ def test_token_classification_reads_bounding_boxes(backend: str, tmp_path: Path)
     corners = torch.randint(0, 90, (2, 9, 2), generator=draw)
     texts = {"input_ids": ids, "attention_mask": mask}
     placed = {**texts, "bbox": torch.cat([corners, corners + 60], -1)}
-    for given in (placed, texts):
+    for inputs in (placed, texts):
         with torch.no_grad():
-            torch.testing.assert_close(ours(**given).logits, model(**given).logits, rtol=0, atol=1e-5)
+            torch.testing.assert_close(ours(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)
     assert not torch.allclose(ours(**placed).logits, ours(**texts).logits, atol=1e-2)
     with pytest.raises(InputError, match="bbox has coordinates"):
         ours(**texts, bbox=placed["bbox"] + 60)
@@ -165,8 +167,8 @@ def test_accuracy_of_document_questions(
     folder = tiny_folder("layoutlm", DOCUMENTS)
     rows = rows_answered_by(folder)
     artifact = tiny_artifact("layoutlm", DOCUMENTS)
-    found = accel.evaluate(artifact.path, rows)
-    assert (found.metric, found.value) == ("anls", 1.0)
+    evaluation = accel.evaluate(artifact.path, rows)
+    assert (evaluation.metric, evaluation.value) == ("anls", 1.0)
     rows[0] = {**rows[0], "answers": ["zzz", "qqqqqqqqqqqqqq"]}
     assert accel.evaluate(artifact.path, rows).value == pytest.approx(2 / 3)
     for wrong, message in (
@@ -180,8 +182,8 @@ def test_accuracy_of_document_questions(
 
 def test_anls_of_nearly_correct_answers() -> None:
     metric = ANLS
-    found = metric.compute(["London ", "londn", "paris", ""], [["london"], ["x", "London"], ["rome"], ["a"]])
-    assert found["anls"] == pytest.approx((1 + 5 / 6) / 4)
+    scores = metric.compute(["London ", "londn", "paris", ""], [["london"], ["x", "London"], ["rome"], ["a"]])
+    assert scores["anls"] == pytest.approx((1 + 5 / 6) / 4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,13 +192,13 @@ def test_document_models_are_calibrated(
 ) -> None:
     folder, artifact = tiny_folder(family, DOCUMENTS), tiny_artifact(family, DOCUMENTS)
     rows = rows_answered_by(folder)
-    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    quantized = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
     ids = torch.randint(6, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     corners = torch.randint(0, 400, (2, 9, 2), generator=torch.Generator().manual_seed(1))
-    given = {"input_ids": ids, "bbox": torch.cat([corners, corners + 30], -1), "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "bbox": torch.cat([corners, corners + 30], -1), "attention_mask": torch.ones_like(ids)}
     if family == "layoutlm":
-        given["token_type_ids"] = torch.zeros_like(ids)
-    plain, small = (accel.ORTModel.from_pretrained(one)(**given).start_logits for one in (artifact, made))
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    plain, small = (accel.ORTModel.from_pretrained(variant)(**inputs).start_logits for variant in (artifact, quantized))
     assert 0 < (small - plain).abs().mean() <= 0.3 * plain.abs().mean()
 
 
@@ -224,19 +226,19 @@ def test_table_questions_in_transformers_pipeline(
     for stock in (transformers.pipeline(TABLES, model=ours, tokenizer=tokenizer), accel.pipeline(TABLES, model=ours)):
         for options in ({"sequential": True}, {"padding": True}):
             expected = reference(table=TABLE, query=questions, **options)
-            assert any(one["cells"] for one in expected)
+            assert any(answer["cells"] for answer in expected)
             assert stock(table=TABLE, query=questions, **options) == expected
     import pandas as pd
 
     inputs = tokenizer(table=pd.DataFrame(TABLE), queries=questions, padding=True, return_tensors="pt")
     with torch.inference_mode():
         expected = theirs(**inputs)
-    found = ours(**inputs)
+    outputs = ours(**inputs)
     # The model sets the logits of unselected columns to about -10,000, so these logits are not compared.
     chosen = inputs["attention_mask"].bool() & (expected.logits > -1000)
     assert chosen.any()
-    assert (found.logits - expected.logits)[chosen].abs().max() <= TOLERANCE * 10
-    assert (found.logits_aggregation - expected.logits_aggregation).abs().max() <= TOLERANCE * 10
+    assert (outputs.logits - expected.logits)[chosen].abs().max() <= TOLERANCE * 10
+    assert (outputs.logits_aggregation - expected.logits_aggregation).abs().max() <= TOLERANCE * 10
     inputs["token_type_ids"][0, 3, 1] = 256
     with pytest.raises(InputError, match=r"token_type_ids\[\.\.\., 1\] contains values from 0 to 256"):
         ours(**inputs)

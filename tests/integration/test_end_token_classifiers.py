@@ -70,29 +70,29 @@ def opened(model: Any, tmp_path: Path, backend: str) -> Any:
     return accel.ORTModelForSequenceClassification(artifact, backend=backend)
 
 
-def assert_rows_are_their_own(model: Any, found: Any) -> None:
+def assert_rows_are_their_own(model: Any, accelerated: Any) -> None:
     """Assert that the result for each row, alone and in a batch, equals PyTorch's result for the row alone."""
     batch = a_batch(model.config.pad_token_id)
-    together = found(**batch).logits
+    together = accelerated(**batch).logits
     for i, mask in enumerate(batch["attention_mask"]):
         row = {name: tensor[i : i + 1, mask.bool()] for name, tensor in batch.items()}
         with torch.inference_mode():
             expected = model(**row).logits
         # The exported graph adds float32 numbers in a different order, which changes logits of order 1 by about 1e-6.
         torch.testing.assert_close(together[i : i + 1], expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(found(**row).logits, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(accelerated(**row).logits, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
 def test_row_uses_its_own_last_end_token(backend: str, tmp_path: Path, bart: Path) -> None:
     model = build("Bart")
     if backend == "pytorch":
-        found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
+        accelerated = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
     else:
-        found = opened(model, tmp_path, backend)
+        accelerated = opened(model, tmp_path, backend)
         # BART's position table has two rows more than the 64 positions, and no position uses these two rows.
-        assert found.artifact.component().max_sizes == {"sequence": 64}
-    assert_rows_are_their_own(model, found)
+        assert accelerated.artifact.component().max_sizes == {"sequence": 64}
+    assert_rows_are_their_own(model, accelerated)
 
 
 def test_row_without_end_token_is_refused(tmp_path: Path, bart: Path) -> None:
@@ -100,17 +100,17 @@ def test_row_without_end_token_is_refused(tmp_path: Path, bart: Path) -> None:
     batch["input_ids"][3, 1] = 32
     for backend in ("cpu", "pytorch"):
         if backend == "cpu":
-            found = opened(build("Bart"), tmp_path, backend)
+            accelerated = opened(build("Bart"), tmp_path, backend)
         else:
-            found = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
+            accelerated = accel.ORTModelForSequenceClassification.from_pretrained(bart, backend=backend)
         with pytest.raises(InputError, match="Row 3 of the input 'input_ids' does not contain the token 2"):
-            found(**batch)
+            accelerated(**batch)
         # An end token inside the padding does not count.
         hidden = {**batch, "input_ids": batch["input_ids"].clone()}
         hidden["input_ids"][3, 6] = END
         with pytest.raises(InputError, match="Row 3 of the input 'input_ids' does not contain the token 2"):
-            found(**hidden)
-        found(**{name: tensor[:3] for name, tensor in batch.items()})
+            accelerated(**hidden)
+        accelerated(**{name: tensor[:3] for name, tensor in batch.items()})
 
 
 def test_separators_of_one_row_do_not_affect_other_rows(tmp_path: Path) -> None:
@@ -124,19 +124,19 @@ def test_separators_of_one_row_do_not_affect_other_rows(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = rescale(transformers.LongformerForQuestionAnswering(config)).eval()
     artifact = accel.export(model, tmp_path / "out", task="question-answering")
-    found = accel.ORTModelForQuestionAnswering(artifact)
+    accelerated = accel.ORTModelForQuestionAnswering(artifact)
     ids = torch.randint(5, 60, (3, 12), generator=torch.Generator().manual_seed(0))
     for row, places in enumerate(((3, 4, 11), (2, 11), (2, 4, 5, 11))):
         ids[row, list(places)] = END
-    together = found(input_ids=ids, attention_mask=torch.ones_like(ids)).start_logits
+    together = accelerated(input_ids=ids, attention_mask=torch.ones_like(ids)).start_logits
     for row in range(3):
-        alone = found(input_ids=ids[row : row + 1], attention_mask=torch.ones_like(ids[:1])).start_logits
+        alone = accelerated(input_ids=ids[row : row + 1], attention_mask=torch.ones_like(ids[:1])).start_logits
         torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=0)
     with torch.inference_mode():
         expected = model(input_ids=ids[:1], attention_mask=torch.ones_like(ids[:1])).start_logits
     torch.testing.assert_close(together[:1], expected, atol=1e-4, rtol=0)
     with pytest.raises(InputError, match="Row 0 of the input 'input_ids' does not contain the token 2"):
-        found(input_ids=torch.full((1, 12), 7), attention_mask=torch.ones((1, 12), dtype=torch.int64))
+        accelerated(input_ids=torch.full((1, 12), 7), attention_mask=torch.ones((1, 12), dtype=torch.int64))
 
 
 def test_foreign_graph_requires_equal_numbers_of_end_tokens(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_foreign_graph_requires_equal_numbers_of_end_tokens(tmp_path: Path) -> N
     model = accel.ORTModelForSequenceClassification.from_pretrained(tmp_path, task="text-classification")
     batch = a_batch(pad=1)
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
-    with pytest.raises(InputError, match="contain the token 2 between 1 and 3 times") as found:
+    with pytest.raises(InputError, match="contain the token 2 between 1 and 3 times") as caught:
         model(**batch)
-    assert "accel export" in str(found.value)
+    assert "accel export" in str(caught.value)
     assert model(**{name: tensor[[0, 3]] for name, tensor in batch.items()}).logits.shape == (2, 3)
     for i in range(4):
         model(**{name: tensor[i : i + 1] for name, tensor in batch.items()})

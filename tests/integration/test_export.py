@@ -96,9 +96,9 @@ def test_decoder_classifier_keeps_epsilon_and_has_no_cache_outputs(tmp_path: Pat
     inputs = {"input_ids": ids, "attention_mask": (ids != 3).long()}
     with torch.inference_mode():
         expected = model(**inputs).logits
-    for made in (artifact, again):
-        found = ORTModelForSequenceClassification(made)(**inputs).logits
-        assert (found - expected).abs().max() < 1e-5
+    for exported in (artifact, again):
+        logits = ORTModelForSequenceClassification(exported)(**inputs).logits
+        assert (logits - expected).abs().max() < 1e-5
 
 
 @pytest.mark.thorough
@@ -209,8 +209,8 @@ def test_encoding_single_texts_opens_the_tokenizer_once_per_thread(
     texts = ["where is my card", "a bank account"]
     alone = [model.encode(text) for text in texts]
     with ThreadPoolExecutor(1) as other:
-        for found, text in zip(alone, texts, strict=True):
-            assert (other.submit(model.encode, text).result() == found).all()
+        for embedding, text in zip(alone, texts, strict=True):
+            assert (other.submit(model.encode, text).result() == embedding).all()
     # The model opens the tokenizer once in each thread, because a tokenizer stores settings between calls.
     assert len(opened) == len(set(opened)) == 2
 
@@ -385,21 +385,23 @@ def test_model_in_memory_is_unchanged(tmp_path: Path) -> None:
     """The export does not change the model's weights, dtype or training mode."""
     model = tiny_model("bert").train()
     model.bert.pooler.eval()
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for dtype in ("float16", "float32"):
         export(model, tmp_path / dtype, dtype=dtype)
-        assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert (model.dtype, model.training, model.bert.encoder.training) == (torch.float32, True, True)
         assert not model.bert.pooler.training
     mixed = tiny_model("bert")
     mixed.classifier.half()
-    held = {name: (one, one.clone()) for name, one in mixed.state_dict(keep_vars=True).items()}
+    parameters = {name: (tensor, tensor.clone()) for name, tensor in mixed.state_dict(keep_vars=True).items()}
     export(mixed, tmp_path / "mixed", dtype="float16")
     assert all(
-        mixed.get_parameter(name) is one for name, (one, _) in held.items() if isinstance(one, torch.nn.Parameter)
+        mixed.get_parameter(name) is tensor
+        for name, (tensor, _) in parameters.items()
+        if isinstance(tensor, torch.nn.Parameter)
     )
-    assert all(one.dtype is old.dtype and torch.equal(one, old) for one, old in held.values())
+    assert all(tensor.dtype is old.dtype and torch.equal(tensor, old) for tensor, old in parameters.values())
     with torch.no_grad():
         inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
-        found = ORTModelForSequenceClassification.from_pretrained(tmp_path / "float32")(**inputs).logits
-        assert (found - model.eval()(**inputs).logits).abs().max() < 1e-5
+        logits = ORTModelForSequenceClassification.from_pretrained(tmp_path / "float32")(**inputs).logits
+        assert (logits - model.eval()(**inputs).logits).abs().max() < 1e-5

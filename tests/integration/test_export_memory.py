@@ -28,18 +28,18 @@ def test_validation_does_not_keep_model_weights_in_memory(tmp_path: Path, monkey
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "model")
     model = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "model")
     table = model.bert.embeddings.word_embeddings.weight
-    asked: list[tuple[bool, int]] = []
+    requests: list[tuple[bool, int]] = []
     open_ = CpuBackend.open
 
     def noted(self: CpuBackend, artifact: Artifact, request: OpenRequest) -> Any:
-        asked.append((request.few_calls, resident(table)))
+        requests.append((request.few_calls, resident(table)))
         return open_(self, artifact, request)
 
     monkeypatch.setattr(CpuBackend, "open", noted)
     assert float(table.detach().sum()) != 0
     assert resident(table) > 400
     export(model, tmp_path / "out")
-    [(few, pages)] = asked
+    [(few, pages)] = requests
     # Reading neighboring parts of the file loads up to 16 pages on either side, so up to 32 pages are resident.
     assert few
     assert pages <= 32
@@ -67,13 +67,13 @@ print(weights, 1024 * int(next(line for line in lines if line.startswith("VmHWM"
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mapped", "size", "rest", "times", "beside"),
+    ("mapped", "size", "rest", "times", "extra"),
     [
         pytest.param(False, 512, "vocab_size=72000, num_hidden_layers=1", 2, 1 << 30, id="160 MB in memory"),
         pytest.param(True, 1536, "vocab_size=500, num_hidden_layers=5", 1, 800 << 20, id="570 MB mapped from a file"),
     ],
 )
-def test_peak_memory_of_export(mapped: bool, size: int, rest: str, times: int, beside: int, tmp_path: Path) -> None:
+def test_peak_memory_of_export(mapped: bool, size: int, rest: str, times: int, extra: int, tmp_path: Path) -> None:
     """Check the peak memory of the export process.
 
     Weights mapped from a file count once. Weights in the model's own memory count twice, because ONNX Runtime also maps
@@ -85,4 +85,4 @@ def test_peak_memory_of_export(mapped: bool, size: int, rest: str, times: int, b
     )
     weights, peak = map(int, done.stdout.split())
     assert weights > 150e6
-    assert peak < times * weights + beside
+    assert peak < times * weights + extra

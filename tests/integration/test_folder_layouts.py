@@ -48,8 +48,8 @@ def test_artifact_in_a_subfolder_loads(
     root = nested(subfolder)
     if "subfolder" in words:
         words = {"subfolder": subfolder}
-    with accel.ORTModelForFeatureExtraction.from_pretrained(tiny_artifact("bert", "feature-extraction").path) as own:
-        expected = own(**INPUTS).last_hidden_state
+    with accel.ORTModelForFeatureExtraction.from_pretrained(tiny_artifact("bert", "feature-extraction").path) as opened:
+        expected = opened(**INPUTS).last_hidden_state
     with accel.ORTModelForFeatureExtraction.from_pretrained(root, **words) as model:
         assert model.artifact.path == root
         assert torch.equal(model(**INPUTS).last_hidden_state, expected)

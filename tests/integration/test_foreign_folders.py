@@ -102,13 +102,13 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def original(folders: Path) -> Callable[[str], Any]:
     """Return a function that loads the PyTorch model from which a given folder was exported."""
-    held: dict[str, Any] = {}
+    models: dict[str, Any] = {}
 
     def get(folder: str) -> Any:
         name = Path(folder).name.split("-")[0]
-        if name not in held:
-            held[name] = getattr(transformers, AUTO[name]).from_pretrained(folders / "models" / name).eval()
-        return held[name]
+        if name not in models:
+            models[name] = getattr(transformers, AUTO[name]).from_pretrained(folders / "models" / name).eval()
+        return models[name]
 
     return get
 
@@ -116,13 +116,13 @@ def original(folders: Path) -> Callable[[str], Any]:
 @pytest.fixture(scope="session")
 def opened(folders: Path) -> Callable[..., Any]:
     """Return a function that opens a folder with the model class of its task. The function opens each folder once."""
-    held: dict[str, Any] = {}
+    models: dict[str, Any] = {}
 
     def get(folder: str, **words: Any) -> Any:
         key = f"{folder} {sorted(words.items())}"
-        if key not in held:
-            held[key] = OURS[AUTO[Path(folder).name.split("-")[0]]].from_pretrained(folders / folder, **words)
-        return held[key]
+        if key not in models:
+            models[key] = OURS[AUTO[Path(folder).name.split("-")[0]]].from_pretrained(folders / folder, **words)
+        return models[key]
 
     return get
 
@@ -168,9 +168,9 @@ def on_its_own(graph: Path) -> Any:
     return onnxruntime.InferenceSession(graph, options)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.shape == expected.shape
-    return float((found - expected).detach().abs().max())
+def difference(outputs: torch.Tensor, expected: torch.Tensor) -> float:
+    assert outputs.shape == expected.shape
+    return float((outputs - expected).detach().abs().max())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -182,8 +182,8 @@ def test_generated_tokens_equal_pytorchs(
     if "whisper" in folder:
         # `generate` in transformers sets `min_new_tokens` of Whisper itself.
         how.pop("min_new_tokens")
-    found = opened(folder, **words).generate(**inputs_of(folder), **how)
-    assert torch.equal(found, original(folder).generate(**inputs_of(folder), **how))
+    tokens = opened(folder, **words).generate(**inputs_of(folder), **how)
+    assert torch.equal(tokens, original(folder).generate(**inputs_of(folder), **how))
 
 
 @pytest.mark.parametrize(("folder", "words"), DECODERS)
@@ -212,10 +212,10 @@ def test_cache_rows_are_reordered(folder: str, words: dict[str, str], opened: An
     cache.reorder_cache(order)
     last = torch.full((len(order), 1), 4)
     moved = {name: tensor[order] for name, tensor in prompts.items()}
-    found = model(**moved, decoder_input_ids=last, past_key_values=cache).logits
+    logits = model(**moved, decoder_input_ids=last, past_key_values=cache).logits
     with torch.no_grad():
         expected = original(folder)(**moved, decoder_input_ids=torch.cat([tokens[order], last], dim=1)).logits
-    assert difference(found, expected[:, -1:]) < CLOSE
+    assert difference(logits, expected[:, -1:]) < CLOSE
 
 
 def test_number_of_encoder_rows_in_openvino_ir_is_fixed(opened: Any) -> None:
@@ -250,10 +250,10 @@ def test_ids_above_the_range_of_one_graph_are_refused(folder: str, name: str, op
 def test_variant_selects_the_graph_file(words: dict[str, str], opened: Any, folders: Path) -> None:
     inputs = inputs_of("optimum/bert-web")
     session = on_its_own(folders / "optimum/bert-web/onnx/model_quantized.onnx")
-    given = {
-        one.name: inputs.get(one.name, torch.zeros_like(inputs["input_ids"])).numpy() for one in session.get_inputs()
+    feeds = {
+        spec.name: inputs.get(spec.name, torch.zeros_like(inputs["input_ids"])).numpy() for spec in session.get_inputs()
     }
-    (expected,) = session.run(["logits"], given)
+    (expected,) = session.run(["logits"], feeds)
     model = opened("optimum/bert-web", **words)
     assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
     assert model.artifact.manifest.quantization.scheme == "int8"
@@ -270,9 +270,9 @@ def with_ending(path: Path, ending: str) -> Any:
 
     model = onnx.load(path)
     if ending in ("int8", "uint8"):
-        made = path.with_name("made.onnx")
-        quantize_dynamic(path, made, weight_type=QuantType.QInt8 if ending == "int8" else QuantType.QUInt8)
-        return onnx.load(made)
+        quantized = path.with_name("made.onnx")
+        quantize_dynamic(path, quantized, weight_type=QuantType.QInt8 if ending == "int8" else QuantType.QUInt8)
+        return onnx.load(quantized)
     if ending.startswith("q4"):
         blocks = MatMulNBitsQuantizer(model, block_size=16, is_symmetric=True)
         blocks.process()
@@ -302,15 +302,17 @@ def test_decoders_with_every_file_name_ending(ending: str, folders: Path, tmp_pa
     model = accel.ORTModelForCausalLM.from_pretrained(tmp_path, variant=ending)
     inputs = inputs_of("optimum/gpt2-past")
     session = on_its_own(graph)
-    given = {"position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0), **inputs}
-    feeds = {name: given[name].numpy() for name in given if name in [one.name for one in session.get_inputs()]}
-    for one in session.get_inputs():
-        if one.name.startswith("past"):
-            kind = np.float16 if one.type == "tensor(float16)" else np.float32
-            feeds[one.name] = np.zeros((3, one.shape[1], 0, one.shape[3]), kind)
+    all_inputs = {"position_ids": (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0), **inputs}
+    feeds = {
+        name: all_inputs[name].numpy() for name in all_inputs if name in [spec.name for spec in session.get_inputs()]
+    }
+    for spec in session.get_inputs():
+        if spec.name.startswith("past"):
+            kind = np.float16 if spec.type == "tensor(float16)" else np.float32
+            feeds[spec.name] = np.zeros((3, spec.shape[1], 0, spec.shape[3]), kind)
     (expected,) = session.run(["logits"], feeds)
-    found = model(**inputs, position_ids=given["position_ids"]).logits
-    assert difference(found, torch.from_numpy(expected)) < CLOSE
+    logits = model(**inputs, position_ids=all_inputs["position_ids"]).logits
+    assert difference(logits, torch.from_numpy(expected)) < CLOSE
     tokens = [model.generate(**inputs, max_new_tokens=6, use_cache=cached) for cached in (True, False)]
     assert torch.equal(*tokens) or ending in ("int8", "uint8", "q4f16", "fp16"), "scales and sums are of other tokens"
 
@@ -326,20 +328,20 @@ def test_variant_of_encoder_and_decoder(opened: Any, folders: Path) -> None:
     graphs = folders / "optimum/t5-web/onnx"
     encoder = on_its_own(graphs / "encoder_model_quantized.onnx")
     decoder = on_its_own(graphs / "decoder_model_quantized.onnx")
-    given = {name: tensor.numpy() for name, tensor in inputs.items()}
-    (hidden,) = encoder.run(None, {name: given[name] for name in ("input_ids", "attention_mask")})
-    feeds = {"input_ids": given["decoder_input_ids"], "encoder_hidden_states": hidden}
-    expected = decoder.run(["logits"], {**feeds, "encoder_attention_mask": given["attention_mask"]})[0]
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+    (hidden,) = encoder.run(None, {name: arrays[name] for name in ("input_ids", "attention_mask")})
+    feeds = {"input_ids": arrays["decoder_input_ids"], "encoder_hidden_states": hidden}
+    expected = decoder.run(["logits"], {**feeds, "encoder_attention_mask": arrays["attention_mask"]})[0]
     assert difference(model(**inputs).logits, torch.from_numpy(expected)) < CLOSE
 
 
 def test_weights_of_two_decoder_graphs_are_stored_once(opened: Any, folders: Path) -> None:
     model = opened("optimum/gpt2-pair", **PAIR)
-    kept = {
+    sizes = {
         path.name: path.stat().st_size for path in model.artifact.path.iterdir() if path.suffix in (".onnx", ".data")
     }
-    one = (folders / "models/gpt2/model.safetensors").stat().st_size
-    assert kept["model.onnx.data"] < 1.5 * one
+    weight_bytes = (folders / "models/gpt2/model.safetensors").stat().st_size
+    assert sizes["model.onnx.data"] < 1.5 * weight_bytes
 
 
 def test_external_weights_are_copied_without_hard_link(opened: Any, folders: Path) -> None:
@@ -347,8 +349,10 @@ def test_external_weights_are_copied_without_hard_link(opened: Any, folders: Pat
     # user's own folder.
     artifact = opened("genai/mistral-fp32").artifact
     source = folders / "genai/mistral-fp32"
-    kept = next(artifact.path / one.name for one in artifact.component().files if one.name.endswith(".onnx.data"))
-    assert {path.stat().st_nlink for path in (kept, source / "model.onnx.data")} == {1}
+    weights_file = next(
+        artifact.path / file.name for file in artifact.component().files if file.name.endswith(".onnx.data")
+    )
+    assert {path.stat().st_nlink for path in (weights_file, source / "model.onnx.data")} == {1}
     onnx.load(source / "model.onnx")
     onnx.load(artifact.path / artifact.component().file)
 
@@ -397,17 +401,23 @@ def edited(path: Path, change: Callable[[onnx.ModelProto], None]) -> None:
 
 
 def _outside(model: onnx.ModelProto) -> None:
-    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    tensor = next(
+        initializer for initializer in model.graph.initializer if initializer.data_location == initializer.EXTERNAL
+    )
     next(entry for entry in tensor.external_data if entry.key == "location").value = "../secret"
 
 
 def _no_number(model: onnx.ModelProto) -> None:
-    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    tensor = next(
+        initializer for initializer in model.graph.initializer if initializer.data_location == initializer.EXTERNAL
+    )
     tensor.external_data.add(key="length", value="__import__('os').abort()")
 
 
 def _beyond(model: onnx.ModelProto) -> None:
-    tensor = next(one for one in model.graph.initializer if one.data_location == one.EXTERNAL)
+    tensor = next(
+        initializer for initializer in model.graph.initializer if initializer.data_location == initializer.EXTERNAL
+    )
     for entry in [entry for entry in tensor.external_data if entry.key == "length"]:
         entry.value = str(1 << 40)
 
@@ -512,15 +522,15 @@ def test_external_weights_of_any_size_are_optimized(foreign: Path) -> None:
     onnx.save(model, graph, save_as_external_data=True, location="own.data", size_threshold=64)
     (foreign / "one.data").write_bytes(np.float32(7).tobytes())
     edited(graph, lambda model: model.graph.node.append(_constant("one.data")))
-    made = optimize(foreign, foreign.parent / "out")
-    assert not [path.name for path in made.path.iterdir() if path.name in ("own.data", "one.data")]
+    optimized = optimize(foreign, foreign.parent / "out")
+    assert not [path.name for path in optimized.path.iterdir() if path.name in ("own.data", "one.data")]
 
 
 @pytest.mark.parametrize("tensor", [{"dims": [10**12]}, {"dims": [-1]}, {"data_type": 99}], ids=str)
 @pytest.mark.parametrize("external", [False, True])
 def test_invalid_tensors_raise(tensor: dict[str, Any], external: bool, foreign: Path) -> None:
     def change(model: onnx.ModelProto) -> None:
-        first = next(one for one in model.graph.initializer if one.dims)
+        first = next(initializer for initializer in model.graph.initializer if initializer.dims)
         first.dims[0] = tensor.get("dims", first.dims)[0]
         first.data_type = tensor.get("data_type", first.data_type)
 

@@ -187,16 +187,16 @@ def test_validate(folder: str, folders: Path, source: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "level", ["O2", "O4", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("O1", "O3"))]
+    "level", ["O2", "O4", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("O1", "O3"))]
 )
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_optimize(folder: str, level: str, folders: Path, tmp_path: Path, source: Any) -> None:
     with Expected(folder, "optimize"):
-        made = accel.optimize(folders / folder, tmp_path / "out", level=level)
-        assert made.dtype == ("float16" if level == "O4" else "float32")
+        optimized = accel.optimize(folders / folder, tmp_path / "out", level=level)
+        assert optimized.dtype == ("float16" if level == "O4" else "float32")
         # Level O3 approximates GELU with tanh, so it needs a larger tolerance.
         atol = {"O3": 1e-2, "O4": HALF_ATOL}.get(level)
-        assert validate(Artifact.load(made.path), against=source(folder), atol=atol).passed
+        assert validate(Artifact.load(optimized.path), against=source(folder), atol=atol).passed
 
 
 @pytest.mark.parametrize("scheme", ["dynamic-int8", "static-int8", "weight-int8", "weight-int4"])
@@ -204,8 +204,8 @@ def test_optimize(folder: str, level: str, folders: Path, tmp_path: Path, source
 def test_quantize(folder: str, scheme: str, folders: Path, tmp_path: Path, source: Any) -> None:
     with Expected(folder, scheme):
         data = calibration(folder) if scheme == "static-int8" else None
-        made = accel.quantize(folders / folder, tmp_path / "out", scheme=scheme, calibration=data)
-        assert validate(Artifact.load(made.path), against=source(folder), atol=ATOL[scheme]).passed
+        quantized = accel.quantize(folders / folder, tmp_path / "out", scheme=scheme, calibration=data)
+        assert validate(Artifact.load(quantized.path), against=source(folder), atol=ATOL[scheme]).passed
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -226,16 +226,16 @@ def test_evaluate(folder: str, folders: Path, tokenizer: Any) -> None:
         rows = [{"image": np.zeros((16, 16, 3), np.uint8), "text": "w5"}]
     processor = tokenizer if kind_of(folder) not in ("whisper", "trocr") else None
     with Expected(folder, "evaluate"):
-        found = accel.evaluate(folders / folder, rows, processor=processor)
-        assert found.rows == len(rows)
+        report = accel.evaluate(folders / folder, rows, processor=processor)
+        assert report.rows == len(rows)
 
 
 @pytest.mark.parametrize("layout", ["text", "graph"])
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_deploy_triton(folder: str, layout: str, with_tokenizer: Any, tmp_path: Path) -> None:
     with Expected(folder, f"deploy {layout}"):
-        made = deploy(with_tokenizer(folder), tmp_path / "repository", layout=layout)
-        assert list(made.path.rglob("config.pbtxt"))
+        deployed = deploy(with_tokenizer(folder), tmp_path / "repository", layout=layout)
+        assert list(deployed.path.rglob("config.pbtxt"))
 
 
 def test_detailed_outputs_of_whisper_with_other_state_names(folders: Path) -> None:
@@ -252,14 +252,14 @@ def test_detailed_outputs_of_whisper_with_other_state_names(folders: Path) -> No
 @pytest.mark.parametrize(
     "folder",
     [
-        pytest.param(one, marks=() if one in ("optimum/gpt2-pair", "optimum/bart-past") else pytest.mark.thorough)
-        for one in (*QUICK, *THOROUGH)
+        pytest.param(name, marks=() if name in ("optimum/gpt2-pair", "optimum/bart-past") else pytest.mark.thorough)
+        for name in (*QUICK, *THOROUGH)
     ],
 )
 def test_benchmark(folder: str, folders: Path) -> None:
     effort: Any = {"rounds": 1, "calls": 1, "processes": 1, "warmup": 1, "sequence": 8, "pytorch": ()}
     with Expected(folder, "benchmark a call"):
-        found = accel.benchmark(folders / folder, **effort)
-        assert found.variants
+        report = accel.benchmark(folders / folder, **effort)
+        assert report.variants
     if kind_of(folder) in ENCODER_DECODERS:
         assert accel.benchmark(folders / folder, **effort, new_tokens=2).variants

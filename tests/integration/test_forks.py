@@ -19,11 +19,11 @@ OPTIONS = SessionOptions(threads=2)
 IDS = torch.tensor([[5, 6, 7]])
 
 
-def in_child(answer: Callable[..., Any], *given: Any) -> Any:
+def in_child(answer: Callable[..., Any], *args: Any) -> Any:
     """Call a function in a forked child process, and return its result."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    child = context.Process(target=lambda: queue.put(answer(*given)))
+    child = context.Process(target=lambda: queue.put(answer(*args)))
     child.start()
     child.join(timeout=60)
     assert child.exitcode == 0
@@ -61,8 +61,8 @@ def test_closed_model_stays_closed_in_child(tiny_artifact: Callable[..., Artifac
 def test_child_process_generates(generator: Callable[..., Artifact]) -> None:
     model = ORTModelForCausalLM(generator("llama"), session_options=OPTIONS)
     expected = model.generate(IDS, max_new_tokens=4)
-    found = in_child(lambda: model.generate(IDS, max_new_tokens=4).numpy())
-    assert torch.equal(torch.from_numpy(found), expected)
+    tokens = in_child(lambda: model.generate(IDS, max_new_tokens=4).numpy())
+    assert torch.equal(torch.from_numpy(tokens), expected)
 
 
 def test_child_process_multiplies_in_several_threads() -> None:

@@ -88,23 +88,23 @@ XLMWithLMHeadModel XLNetLMHeadModel ZambaForCausalLM
 
 def overrides_of(cls: type) -> set[str]:
     """Return the names of the `GenerationMixin` methods that a model class or its base classes override."""
-    found = set()
+    overrides = set()
     for name in vars(GenerationMixin):
         owner = next((base for base in cls.__mro__ if name in vars(base)), GenerationMixin)
         if not name.startswith("__") and owner.__module__.startswith("transformers.models."):
-            found.add(name)
-    return found
+            overrides.add(name)
+    return overrides
 
 
 def test_every_override_of_generate_is_listed() -> None:
     tasks = [spec.name for spec in all_tasks() if spec.generates]
-    known = {name: set(classes) for name, classes in HONOURED.items()}
+    listed = {name: set(classes) for name, classes in HONOURED.items()}
     unknown = [
         f"{pair.model}.{name}"
         for pair in pairs(tasks)
         if pair.model not in NOT_EXPORTED
         for name in sorted(overrides_of(getattr(transformers, pair.model)))
-        if pair.model not in known.get(name, ())
+        if pair.model not in listed.get(name, ())
     ]
     assert not unknown, "say in HONOURED how these are honoured, or why they change nothing"
 
@@ -123,7 +123,11 @@ CALLED = {
 def test_private_generate_functions_accept_accels_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(GenerationMixin, name)).parameters
     assert set(CALLED[name]) <= set(parameters)
-    required = {one.name for one in parameters.values() if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
+    required = {
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    }
     assert required <= set(CALLED[name])
 
 
@@ -168,11 +172,11 @@ def whisper(generator: Callable[..., Artifact]) -> Any:
 )
 @pytest.mark.filterwarnings("ignore:.*max_length.*")
 def test_left_padded_decoder_prompts_of_whisper(whisper: Any, settings: dict[str, Any]) -> None:
-    rows, found = padded_in_front(), []
+    rows, tokens = padded_in_front(), []
     for model in (tiny_generator("whisper"), whisper):
         torch.manual_seed(0)
-        found.append(model.generate(**rows, max_new_tokens=8, **settings))
-    assert torch.equal(*found)
+        tokens.append(model.generate(**rows, max_new_tokens=8, **settings))
+    assert torch.equal(*tokens)
 
 
 def test_whisper_rows_alone_equal_rows_in_a_padded_batch(whisper: Any) -> None:
@@ -198,9 +202,9 @@ def translator(shared: Callable[..., Path]) -> Any:
 @pytest.mark.parametrize("language", ["fra", "__fra__"])
 def test_target_language_is_the_first_decoder_token(translator: Any, language: str) -> None:
     ids = torch.tensor([[5, 6, 9], [9, 8, 7]])
-    found = translator.generate(ids, tgt_lang=language, max_new_tokens=4)
+    tokens = translator.generate(ids, tgt_lang=language, max_new_tokens=4)
     expected = translator.generate(ids, decoder_input_ids=torch.tensor([[8], [8]]), max_new_tokens=4)
-    assert torch.equal(found, expected)
+    assert torch.equal(tokens, expected)
 
 
 def test_unknown_target_language_is_refused(translator: Any) -> None:

@@ -102,7 +102,7 @@ FOLDERS = ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture
-def made(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, str], Path]:
+def exported_folder(generator: Artifacts, shared: Callable[..., Path]) -> Callable[[str, str], Path]:
     """Return a function that returns a folder with the model of a family, in the format of a backend."""
 
     def get(family: str, backend: str) -> Path:
@@ -137,16 +137,16 @@ def test_tokens_equal_transformers(family: str, backend: str, generator: Artifac
     original, model = tiny_generator(family), opened(generator(family, backend))
     assert model.backend == backend
     rows = inputs_of(family)
-    seen: set[int] = set()
+    distinct_tokens: set[int] = set()
     for name, choices in CHOICES.items():
-        for given in ({key: value[1:2] for key, value in rows.items()}, rows):
+        for inputs in ({key: value[1:2] for key, value in rows.items()}, rows):
             torch.manual_seed(5)
-            expected = original.generate(**given, max_new_tokens=24, **choices)
+            expected = original.generate(**inputs, max_new_tokens=24, **choices)
             torch.manual_seed(5)
-            found = model.generate(**given, max_new_tokens=24, **choices)
-            assert torch.equal(found, expected), (family, name, len(found))
-            seen |= set(expected.flatten().tolist())
-    assert len(seen) > 5, "a model that repeats itself proves nothing"
+            tokens = model.generate(**inputs, max_new_tokens=24, **choices)
+            assert torch.equal(tokens, expected), (family, name, len(tokens))
+            distinct_tokens |= set(expected.flatten().tolist())
+    assert len(distinct_tokens) > 5, "a model that repeats itself proves nothing"
 
 
 @pytest.mark.thorough
@@ -173,9 +173,9 @@ def test_half_precision(family: str, format: str, dtype: str, shared: Callable[.
     )
     rows = inputs_of(family)
     start = {"decoder_input_ids": torch.tensor([[2, 5, 6]] * len(next(iter(rows.values()))))}
-    found = opened(artifact)(**rows, **start).logits.float()
+    logits = opened(artifact)(**rows, **start).logits.float()
     expected = tiny_generator(family)(**rows, **start).logits
-    assert (found - expected).abs().max() <= (0.02 if dtype == "float16" else 0.1) * expected.abs().max()
+    assert (logits - expected).abs().max() <= (0.02 if dtype == "float16" else 0.1) * expected.abs().max()
 
 
 @pytest.mark.parametrize("family", HEARING)
@@ -193,16 +193,16 @@ def test_audio_padding_reaches_the_decoder(family: str, generator: Artifacts) ->
     rows = inputs_of(family)
     tokens = torch.tensor([[2, 5, 7]] * 3)
     expected = original(**rows, decoder_input_ids=tokens).logits
-    found = model(**rows, decoder_input_ids=tokens)
-    assert (found.logits - expected).abs().max() < 1e-3
+    outputs = model(**rows, decoder_input_ids=tokens)
+    assert (outputs.logits - expected).abs().max() < 1e-3
     # The results are equal with precomputed encoder outputs and in a decoding step with a KV cache. The encoder outputs
     # and the cache contain the mask.
     encoded = model.get_encoder()(**rows)
     again = model(encoder_outputs=encoded, attention_mask=rows["attention_mask"], decoder_input_ids=tokens[:, :2])
     step = model(decoder_input_ids=tokens[:, 2:], past_key_values=again.past_key_values)
     assert (step.logits[:, -1] - expected[:, -1]).abs().max() < 1e-3
-    whole = model(encoder_outputs=(encoded[0],), decoder_input_ids=tokens).logits
-    assert (whole - expected)[0].abs().max() > 1e-2, "the padding changes nothing, which proves nothing"
+    unmasked = model(encoder_outputs=(encoded[0],), decoder_input_ids=tokens).logits
+    assert (unmasked - expected)[0].abs().max() > 1e-2, "the padding changes nothing, which proves nothing"
     with pytest.raises(InputError, match="positions and no attention mask"):
         model(encoder_outputs=(encoded[0],), attention_mask=rows["attention_mask"], decoder_input_ids=tokens)
 
@@ -250,33 +250,33 @@ def test_forward_returns_a_cache_that_continues(generator: Artifacts) -> None:
     first = model(input_ids=ids[:, :5])
     second = model(input_ids=ids[:, 5:], past_key_values=first.past_key_values)
     with torch.inference_mode():
-        whole = original(input_ids=ids).logits
-    assert (first.logits - whole[:, :5]).abs().max() <= 1e-4
-    assert (second.logits - whole[:, 5:]).abs().max() <= 1e-4
+        full_logits = original(input_ids=ids).logits
+    assert (first.logits - full_logits[:, :5]).abs().max() <= 1e-4
+    assert (second.logits - full_logits[:, 5:]).abs().max() <= 1e-4
     assert second.past_key_values.get_seq_length() == 8
     last = model(input_ids=ids, logits_to_keep=1).logits
     assert last.shape[1] == 1
-    assert (last - whole[:, -1:]).abs().max() <= 1e-4
+    assert (last - full_logits[:, -1:]).abs().max() <= 1e-4
 
 
 def test_generation_modes_equal_transformers(generator: Artifacts) -> None:
     model, original = opened(generator("llama")), tiny_generator("llama")
     rows = inputs_of("llama")
-    one = {key: value[1:2] for key, value in rows.items()}
-    asked: list[dict[str, Any]] = [
+    row = {key: value[1:2] for key, value in rows.items()}
+    modes: list[dict[str, Any]] = [
         {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
         {"do_sample": True, "num_return_sequences": 3, "temperature": 0.7, "top_p": 0.9},
         {"prompt_lookup_num_tokens": 3},
     ]
-    for choices in asked:
+    for choices in modes:
         torch.manual_seed(3)
-        expected = original.generate(**one, max_new_tokens=15, **choices)
+        expected = original.generate(**row, max_new_tokens=15, **choices)
         torch.manual_seed(3)
-        assert torch.equal(model.generate(**one, max_new_tokens=15, **choices), expected), choices
+        assert torch.equal(model.generate(**row, max_new_tokens=15, **choices), expected), choices
     assistant = opened(generator("llama"))
-    expected = original.generate(**one, max_new_tokens=15)
-    assert torch.equal(model.generate(**one, max_new_tokens=15, assistant_model=assistant), expected)
+    expected = original.generate(**row, max_new_tokens=15)
+    assert torch.equal(model.generate(**row, max_new_tokens=15, assistant_model=assistant), expected)
     stopped = model.generate(**rows, max_new_tokens=15, eos_token_id=int(expected[0, 9]))
     assert torch.equal(stopped, original.generate(**rows, max_new_tokens=15, eos_token_id=int(expected[0, 9])))
 
@@ -303,14 +303,16 @@ def test_tied_output_layer_is_quantized(generator: Artifacts, tmp_path: Path) ->
     rows = inputs_of("qwen3")
     with torch.inference_mode():
         logits, original = opened(small)(**rows).logits, tiny_generator("qwen3")(**rows).logits
-    kept = rows["attention_mask"].bool()
-    assert (logits - original)[kept].abs().mean() < 0.08 * original[kept].abs().mean()
+    real = rows["attention_mask"].bool()
+    assert (logits - original)[real].abs().mean() < 0.08 * original[real].abs().mean()
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
-def test_image_pipeline_with_encoder_decoder(backend: str, made: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_image_pipeline_with_encoder_decoder(
+    backend: str, exported_folder: Callable[[str, str], Path], tmp_path: Path
+) -> None:
     """The pipeline works as in transformers 4, with both of the task names that transformers 4 accepts for it."""
-    folder = made("vit-gpt2", backend)
+    folder = exported_folder("vit-gpt2", backend)
     model = accel.ORTModel.from_pretrained(folder, backend=backend)
     draw = np.random.default_rng(0)
     pictures = [Image.fromarray(draw.integers(0, 255, (40, 36, 3), dtype=np.uint8)) for _ in range(3)]
@@ -326,8 +328,8 @@ def test_image_pipeline_with_encoder_decoder(backend: str, made: Callable[[str, 
     assert read(pictures, generate_kwargs={"max_new_tokens": 6}) == several
     assert read(pictures, batch_size=3, max_new_tokens=6) == several
     beams = read(pictures[0], max_new_tokens=6, generate_kwargs={"num_beams": 3, "num_return_sequences": 2})
-    kept = original.generate(pixels[:1], max_new_tokens=6, num_beams=3, num_return_sequences=2)
-    assert beams == [{"generated_text": text} for text in tokenizer.batch_decode(kept, skip_special_tokens=True)]
+    sequences = original.generate(pixels[:1], max_new_tokens=6, num_beams=3, num_return_sequences=2)
+    assert beams == [{"generated_text": text} for text in tokenizer.batch_decode(sequences, skip_special_tokens=True)]
     for other in (
         accel.pipeline("image-text-to-text", model=str(folder), backend=backend),
         accel.pipeline("image-text-to-text", model=model),
@@ -347,28 +349,31 @@ def test_image_pipeline_with_encoder_decoder(backend: str, made: Callable[[str, 
 def test_padding_patches_depend_on_the_mask(masked: bool, generator: Artifacts) -> None:
     """Without an attention mask, Pix2Struct's encoder ignores padding patches, but its decoder attends to them."""
     original, model = tiny_generator("pix2struct"), opened(generator("pix2struct"))
-    given = inputs_of("pix2struct")
-    assert len(set(given["attention_mask"].sum(1).tolist())) > 1
-    given = given if masked else {"flattened_patches": given["flattened_patches"]}
+    inputs = inputs_of("pix2struct")
+    assert len(set(inputs["attention_mask"].sum(1).tolist())) > 1
+    inputs = inputs if masked else {"flattened_patches": inputs["flattened_patches"]}
     ids = torch.tensor([[2, 5, 6], [2, 7, 8], [2, 9, 10]])
     with torch.inference_mode():
-        expected = original(**given, decoder_input_ids=ids).logits
-    assert (model(**given, decoder_input_ids=ids).logits - expected).abs().max() < 1e-4
+        expected = original(**inputs, decoder_input_ids=ids).logits
+    assert (model(**inputs, decoder_input_ids=ids).logits - expected).abs().max() < 1e-4
     for choices in ({}, {"num_beams": 3}, {"use_cache": False}):
-        found = model.generate(**given, max_new_tokens=12, **choices)
-        assert torch.equal(found, original.generate(**given, max_new_tokens=12, **choices))
+        tokens = model.generate(**inputs, max_new_tokens=12, **choices)
+        assert torch.equal(tokens, original.generate(**inputs, max_new_tokens=12, **choices))
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
 @pytest.mark.parametrize("place", [64.0, -1.0, float("nan")])
-def test_patch_positions_out_of_range_are_refused(place: float, backend: str, made: Callable[[str, str], Path]) -> None:
+def test_patch_positions_out_of_range_are_refused(
+    place: float, backend: str, exported_folder: Callable[[str, str], Path]
+) -> None:
     """Row numbers of patches outside of the model's range are rejected, because runtimes handle invalid numbers in
     different ways.
     """
-    model, given = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend), inputs_of("pix2struct")
-    given["flattened_patches"][1, 2, 0] = place
+    model = accel.ORTModel.from_pretrained(exported_folder("pix2struct", backend), backend=backend)
+    inputs = inputs_of("pix2struct")
+    inputs["flattened_patches"][1, 2, 0] = place
     with pytest.raises(InputError, match="position embeddings only for 0 to 63"):
-        model.generate(**given, max_new_tokens=4)
+        model.generate(**inputs, max_new_tokens=4)
 
 
 @pytest.mark.thorough
@@ -377,26 +382,26 @@ def test_default_number_of_patches_is_the_processors(generator: Artifacts) -> No
     useless.
     """
     artifact = generator("pix2struct")
-    made = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
-    assert made["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
-    places = made["flattened_patches"][0, :, :2]
+    feeds = feeds_for(artifact.component("encoder").inputs, {"batch": 2}, seed=0, folder=artifact.path)
+    assert feeds["flattened_patches"].shape == (2, 20, 2 + 3 * PATCH**2)
+    places = feeds["flattened_patches"][0, :, :2]
     assert places.min() == 1
     assert len({tuple(place) for place in places.tolist()}) == 20
-    assert not made["flattened_patches"][made["attention_mask"] == 0].any()
+    assert not feeds["flattened_patches"][feeds["attention_mask"] == 0].any()
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
-def test_image_pipeline_with_patches(backend: str, made: Callable[[str, str], Path]) -> None:
+def test_image_pipeline_with_patches(backend: str, exported_folder: Callable[[str, str], Path]) -> None:
     tokens = tiny_generator("pix2struct").generate(**inputs_of("pix2struct"), max_new_tokens=6)
     expected = [[{"generated_text": text}] for text in tiny_tokenizer().batch_decode(tokens, skip_special_tokens=True)]
-    read = accel.pipeline(model=str(made("pix2struct", backend)), backend=backend)
+    read = accel.pipeline(model=str(exported_folder("pix2struct", backend)), backend=backend)
     assert read(pictures(), max_new_tokens=6) == expected
     assert read(pictures(), batch_size=3, max_new_tokens=6) == expected
 
 
 @pytest.mark.parametrize("backend", FOLDERS)
 def test_question_is_drawn_above_the_image(
-    backend: str, made: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
+    backend: str, exported_folder: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For visual question answering, Pix2Struct's image processor draws the question above the image, with a font from
     the Hub.
@@ -406,14 +411,14 @@ def test_question_is_drawn_above_the_image(
     headers = {"how many?": Image.new("RGB", (50, 20), "red"), "what?": Image.new("RGB", (50, 20), "blue")}
     monkeypatch.setattr(processing, "render_text", lambda text, **_: headers[text])
     processor, original = patch_processor(is_vqa=True), tiny_generator("pix2struct")
-    model = accel.ORTModel.from_pretrained(made("pix2struct", backend), backend=backend)
+    model = accel.ORTModel.from_pretrained(exported_folder("pix2struct", backend), backend=backend)
     read = accel.pipeline(model=model, image_processor=processor)
-    found = {}
+    results = {}
     for question in headers:
-        given = processor(pictures()[:1], header_text=question, return_tensors="pt")
-        expected = tiny_tokenizer().decode(original.generate(**given, max_new_tokens=6)[0], skip_special_tokens=True)
-        found[question] = read(pictures()[0], prompt=question, max_new_tokens=6)
-        assert found[question] == [{"generated_text": expected}]
+        inputs = processor(pictures()[:1], header_text=question, return_tensors="pt")
+        expected = tiny_tokenizer().decode(original.generate(**inputs, max_new_tokens=6)[0], skip_special_tokens=True)
+        results[question] = read(pictures()[0], prompt=question, max_new_tokens=6)
+        assert results[question] == [{"generated_text": expected}]
     with pytest.raises(ConfigError, match="no question was passed"):
         read(pictures()[0])
 
@@ -425,8 +430,8 @@ def test_zero_token_types_are_ignored(generator: Artifacts) -> None:
     model = opened(generator("bart"))
     ids = torch.tensor([[5, 6, 7, 8]])
     types = torch.zeros_like(ids)
-    found = model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
-    assert torch.equal(found, model.generate(input_ids=ids, max_new_tokens=4))
+    tokens = model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
+    assert torch.equal(tokens, model.generate(input_ids=ids, max_new_tokens=4))
     types[0, 2:] = 1
     with pytest.raises(InputError, match="values other than 0"):
         model.generate(input_ids=ids, token_type_ids=types, max_new_tokens=4)
@@ -445,9 +450,9 @@ def test_invalid_inputs_are_explained(generator: Artifacts) -> None:
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(InputError, match="192 positions"):
         opened(generator("gpt2"))(input_ids=torch.ones((1, 200), dtype=torch.int64))
-    for wanted in (0, -3):
+    for count in (0, -3):
         with pytest.raises(InputError, match="max_new_tokens"):
-            model.generate(ids, max_new_tokens=wanted)
+            model.generate(ids, max_new_tokens=count)
     with pytest.raises(InputError, match="past_key_values is a tuple"):
         model(input_ids=ids, past_key_values=((ids, ids),))
     other: ORTModelForCausalLM = opened(generator("qwen3"))
@@ -495,9 +500,9 @@ def test_positions_of_older_artifacts_are_not_checked(generator: Artifacts) -> N
     earlier = replace(artifact.manifest, components=(replace(component, inputs=inputs),))
     read = Manifest.from_dict(json.loads(json.dumps(earlier.to_dict())), Path("accel.json"))
     ids = torch.tensor([[5, 6, 7]])
-    found = opened(Artifact(artifact.path, read))(input_ids=ids, position_ids=torch.tensor([[-1, 0, 1]]))
+    outputs = opened(Artifact(artifact.path, read))(input_ids=ids, position_ids=torch.tensor([[-1, 0, 1]]))
     # Rotary attention depends only on distances between positions, so shifted positions give the same logits.
-    assert (found.logits - opened(artifact)(input_ids=ids).logits).abs().max() < 1e-3
+    assert (outputs.logits - opened(artifact)(input_ids=ids).logits).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
@@ -509,8 +514,8 @@ def test_invalid_logits_to_keep_is_refused(backend: str, generator: Artifacts) -
         with pytest.raises(InputError, match="logits_to_keep") as error:
             model(input_ids=ids, logits_to_keep=value)
         assert error.value.fix
-    for kept, cut in ((0, slice(None)), (np.int64(2), slice(1, None)), (9, slice(None))):
-        assert (model(input_ids=ids, logits_to_keep=kept).logits - every[:, cut]).abs().max() < 1e-4
+    for count, cut in ((0, slice(None)), (np.int64(2), slice(1, None)), (9, slice(None))):
+        assert (model(input_ids=ids, logits_to_keep=count).logits - every[:, cut]).abs().max() < 1e-4
     places = torch.tensor([0, -1])
     assert (model(input_ids=ids, logits_to_keep=places).logits - every[:, places]).abs().max() < 1e-4
 
@@ -545,11 +550,11 @@ def test_encoder_outputs_with_and_without_mask(generator: Artifacts) -> None:
     encoded = model.get_encoder()(**rows)
     start = torch.zeros((3, 1), dtype=torch.int64)
     for mask in (rows["attention_mask"], None):
-        found = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=start)
+        outputs = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=start)
         with torch.inference_mode():
             hidden = original.get_encoder()(**rows)
             expected = original(encoder_outputs=hidden, attention_mask=mask, decoder_input_ids=start)
-        assert (found.logits - expected.logits).abs().max() <= 1e-3
+        assert (outputs.logits - expected.logits).abs().max() <= 1e-3
     ids = rows["input_ids"][1:2]
     expected_tokens = original.generate(ids, max_new_tokens=6)
     assert torch.equal(model.generate(ids, max_new_tokens=6), expected_tokens)
@@ -568,12 +573,12 @@ def test_labels_give_transformers_loss(generator: Artifacts) -> None:
     original, model = tiny_generator("llama"), opened(generator("llama"))
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    given = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    inputs = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     with torch.inference_mode():
-        expected = original(ids, **given)
-    found = model(ids, **given)
-    assert torch.allclose(found.loss, expected.loss, atol=1e-4)
-    assert list(found) == list(expected)
+        expected = original(ids, **inputs)
+    outputs = model(ids, **inputs)
+    assert torch.allclose(outputs.loss, expected.loss, atol=1e-4)
+    assert list(outputs) == list(expected)
     assert model(ids).loss is None
     with pytest.raises(InputError, match="labels has shape"):
         model(ids, labels=ids[:, 1:])
@@ -596,13 +601,13 @@ def test_perplexity_equals_transformers(generator: Artifacts, tmp_path: Path) ->
                 with torch.inference_mode():
                     losses += float(original(window, labels=window).loss) * (window.shape[1] - 1)
                 tokens += window.shape[1] - 1
-    found = accel.evaluate(artifact, tmp_path / "lines.txt", max_length=16, against=True, processor=tokenizer)
-    assert found.metric == "perplexity"
-    assert found.scores["tokens"] == tokens
-    assert found.value == pytest.approx(float(np.exp(losses / tokens)), rel=1e-4)
-    assert found.comparison is not None
-    assert abs(found.comparison.difference) < 1e-3 * found.value
-    assert found.comparison.agreement == 1.0
+    report = accel.evaluate(artifact, tmp_path / "lines.txt", max_length=16, against=True, processor=tokenizer)
+    assert report.metric == "perplexity"
+    assert report.scores["tokens"] == tokens
+    assert report.value == pytest.approx(float(np.exp(losses / tokens)), rel=1e-4)
+    assert report.comparison is not None
+    assert abs(report.comparison.difference) < 1e-3 * report.value
+    assert report.comparison.agreement == 1.0
     with pytest.raises(ConfigError, match="cannot measure the accuracy of the task .text2text-generation"):
         accel.evaluate(generator("bart"), tmp_path / "lines.txt", metric="perplexity", processor=tokenizer)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
@@ -613,8 +618,8 @@ def test_perplexity_equals_transformers(generator: Artifacts, tmp_path: Path) ->
 @pytest.mark.thorough
 def test_decoders_are_quantized_within_a_perplexity_budget(generator: Artifacts, tmp_path: Path) -> None:
     lines = [{"text": " ".join(WORDS[i : i + 9])} for i in range(0, 60, 3)]
-    made = quantize(generator("gpt2"), tmp_path / "out", data=lines, max_drop=20.0)
-    report = made.manifest.steps[-1]
+    quantized = quantize(generator("gpt2"), tmp_path / "out", data=lines, max_drop=20.0)
+    report = quantized.manifest.steps[-1]
     assert report.validation["accuracy"]["metric"] == "perplexity"
     assert report.validation["accuracy"]["drop"] <= 20.0
     table = report.report["search"]["table"]
@@ -645,11 +650,11 @@ def test_cache_is_cloned_cropped_and_reordered(generator: Artifacts) -> None:
 )
 def test_inconsistent_input_shapes_are_refused(generator: Artifacts, wrong: dict[str, tuple[int, int]]) -> None:
     model = opened(generator("gpt2"))
-    given = {"input_ids": torch.full((2, 3), 5), "attention_mask": torch.ones(2, 3).long()}
-    right = model(**given).logits
+    inputs = {"input_ids": torch.full((2, 3), 5), "attention_mask": torch.ones(2, 3).long()}
+    right = model(**inputs).logits
     with pytest.raises(InputError):
-        model(**{**given, **{name: torch.ones(shape).long() for name, shape in wrong.items()}})
-    assert torch.equal(model(**given).logits, right)
+        model(**{**inputs, **{name: torch.ones(shape).long() for name, shape in wrong.items()}})
+    assert torch.equal(model(**inputs).logits, right)
 
 
 def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
@@ -660,14 +665,16 @@ def test_images_in_a_prompt(generator: Artifacts, tmp_path: Path) -> None:
     with_image = CliRunner().invoke(app, [*command, "--image", str(picture)])
     assert with_image.exit_code == 0, with_image.output
     processor = transformers.AutoProcessor.from_pretrained(artifact.path)
-    made = processor(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", return_tensors="pt")
-    feeds = {name: made[name] for name in ("input_ids", "attention_mask", "pixel_values")}
+    encoded = processor(
+        images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", return_tensors="pt"
+    )
+    feeds = {name: encoded[name] for name in ("input_ids", "attention_mask", "pixel_values")}
     expected = tiny_generator("llava").generate(**feeds, max_new_tokens=6)[0, feeds["input_ids"].shape[1] :]
-    found = json.loads(with_image.stdout)
-    assert found["text"] == processor.tokenizer.decode(expected, skip_special_tokens=True)
+    printed = json.loads(with_image.stdout)
+    assert printed["text"] == processor.tokenizer.decode(expected, skip_special_tokens=True)
     pipe = transformers.pipeline("image-text-to-text", model=opened(artifact), processor=processor)
     answer = pipe(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", max_new_tokens=6)
-    assert answer[0]["generated_text"].endswith(found["text"])
+    assert answer[0]["generated_text"].endswith(printed["text"])
     ours = accel.pipeline("image-text-to-text", model=artifact.path)
     again = ours(images=Image.open(picture), text=f"{processor.image_token}\nwhere is my card", max_new_tokens=6)
     assert again[0]["generated_text"] == answer[0]["generated_text"]
@@ -694,9 +701,9 @@ def test_generate_on_the_command_line(generator: Artifacts) -> None:
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     assert "6 new tokens" in shown.stderr
-    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
-    assert found["new_tokens"] == 6
-    assert found["text"].strip() == shown.stdout.strip()
+    printed = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    assert printed["new_tokens"] == 6
+    assert printed["text"].strip() == shown.stdout.strip()
     refused = CliRunner().invoke(app, [*command, "--temperature", "0.5"])
     assert refused.exit_code == 2
     assert "--sample" in refused.stderr

@@ -219,11 +219,11 @@ def test_openvino_checks_the_cache_folder_before_compiling(
     def compiled(*_: Any) -> Any:
         raise AssertionError("it was compiled before the folder was looked at")
 
-    made = tiny_ir().path
+    path = tiny_ir().path
     monkeypatch.setattr(backend, "_compile", compiled)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot be written|is a file"):
             ORTModelForSequenceClassification.from_pretrained(
-                made, backend="openvino", provider_options={"cache_dir": str(folder)}
+                path, backend="openvino", provider_options={"cache_dir": str(folder)}
             )

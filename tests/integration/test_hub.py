@@ -29,23 +29,23 @@ SECONDS = 8.0
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    made = FakeHub()
+    server = FakeHub()
     monkeypatch.chdir(tmp_path)
-    with serving(made) as address:
+    with serving(server) as address:
         use(address, str(tmp_path / "cache"), monkeypatch)
-        yield made
+        yield server
 
 
 def fetch(
-    hub: FakeHub, files: tuple[str, ...], *, want_graph: bool | None = None, subfolder: str = "", **asked: Any
+    hub: FakeHub, files: tuple[str, ...], *, want_graph: bool | None = None, subfolder: str = "", **options: Any
 ) -> set[str]:
     hub.repositories[NAME] = {file: file.encode() for file in files}
-    choose = partial(graphs_to_fetch, NAME, **asked)
+    choose = partial(graphs_to_fetch, NAME, **options)
     location = locate(NAME, HubOptions(subfolder=subfolder), want_graph=want_graph, choose_graphs=choose)
     assert location.root is not None
-    there = {path.relative_to(location.root).as_posix() for path in location.root.rglob("*") if path.is_file()}
-    assert there == set(hub.fetched)
-    return there
+    downloaded = {path.relative_to(location.root).as_posix() for path in location.root.rglob("*") if path.is_file()}
+    assert downloaded == set(hub.fetched)
+    return downloaded
 
 
 CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
@@ -89,7 +89,7 @@ CHECKPOINT = (
 
 
 @pytest.mark.parametrize(
-    ("files", "asked", "expected"),
+    ("files", "options", "expected"),
     [
         pytest.param(EMBEDDER, {}, {*EMBEDDER_SMALL, "onnx/model.onnx"}, id="sentence-transformers"),
         pytest.param(EMBEDDER, {"variant": "O3"}, {*EMBEDDER_SMALL, "onnx/model_O3.onnx"}, id="variant"),
@@ -130,16 +130,18 @@ CHECKPOINT = (
         ),
     ],
 )  # fmt: skip
-def test_only_needed_files_are_downloaded(files: tuple[str, ...], asked: Any, expected: set[str], hub: FakeHub) -> None:
-    assert fetch(hub, files, **asked) == expected
+def test_only_needed_files_are_downloaded(
+    files: tuple[str, ...], options: Any, expected: set[str], hub: FakeHub
+) -> None:
+    assert fetch(hub, files, **options) == expected
 
 
 @pytest.mark.parametrize(
     ("asked", "near"), [({"variant": "q5"}, "q4"), ({"file_name": "onnx/model_q5.onnx"}, "model_q4.onnx")]
 )
-def test_missing_graph_downloads_nothing(asked: dict[str, str], near: str, hub: FakeHub) -> None:
+def test_missing_graph_downloads_nothing(options: dict[str, str], near: str, hub: FakeHub) -> None:
     with pytest.raises(ArtifactNotFoundError, match=near):
-        fetch(hub, DECODER, **asked)
+        fetch(hub, DECODER, **options)
     assert not hub.fetched
 
 
@@ -152,10 +154,10 @@ def test_accel_artifact_is_downloaded_by_its_manifest(hub: FakeHub, tiny_artifac
         "int8/model.onnx": b"another one",
         "README.md": b"text",
     }
-    found = accel.ORTModelForSequenceClassification.from_pretrained(NAME)
+    model = accel.ORTModelForSequenceClassification.from_pretrained(NAME)
     ids = torch.tensor([[5, 6, 7]])
     expected = accel.ORTModelForSequenceClassification(tiny_artifact())
-    assert torch.equal(found(input_ids=ids).logits, expected(input_ids=ids).logits)
+    assert torch.equal(model(input_ids=ids).logits, expected(input_ids=ids).logits)
     assert set(hub.fetched) == set(files)
 
 
@@ -186,19 +188,19 @@ def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.Monkey
         ((503, ""), "HTTP status 503", "HF_HUB_OFFLINE=1"),
     ],
 )
-def test_hub_errors_are_reported_within_seconds(answer: tuple[int, str], said: str, fix: str, hub: FakeHub) -> None:
+def test_hub_errors_are_reported_within_seconds(answer: tuple[int, str], message: str, fix: str, hub: FakeHub) -> None:
     hub.refuses = answer
     started = time.monotonic()
-    with pytest.raises(ArtifactNotFoundError, match=said) as caught:
+    with pytest.raises(ArtifactNotFoundError, match=message) as caught:
         accel.ORTModelForSequenceClassification.from_pretrained(NAME, revision="v9")
     assert fix in caught.value.fix
     assert time.monotonic() - started < SECONDS
 
 
 def closed_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{one.getsockname()[1]}"
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs", "no-name", "proxy"])

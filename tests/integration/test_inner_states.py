@@ -21,12 +21,12 @@ def compare(model: accel.ORTModel, folder: Path, auto: str) -> None:
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
     theirs = getattr(transformers, auto).from_pretrained(folder, attn_implementation="eager").eval()
     with torch.inference_mode():
-        expected, found = theirs(**inputs, **BOTH), model(**inputs, **BOTH)
+        expected, outputs = theirs(**inputs, **BOTH), model(**inputs, **BOTH)
     for name in ("hidden_states", "attentions"):
-        assert isinstance(found[name], tuple)
-        assert len(found[name]) == len(expected[name])
-        for one, other in zip(found[name], expected[name], strict=True):
-            assert torch.allclose(one, other, atol=1e-4)
+        assert isinstance(outputs[name], tuple)
+        assert len(outputs[name]) == len(expected[name])
+        for state, other in zip(outputs[name], expected[name], strict=True):
+            assert torch.allclose(state, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "pytorch", pytest.param("openvino", marks=pytest.mark.thorough)])
@@ -39,11 +39,11 @@ def test_hidden_states_and_attentions_are_tuples(backend: str, tiny_folder: Call
 @pytest.mark.thorough
 def test_inner_states_with_embeddings_and_fusions(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     folder = tiny_folder("bert", "feature-extraction")
-    made = accel.export(folder, tmp_path / "one", task="sentence-similarity", **BOTH)
-    plain = accel.ORTModelForFeatureExtraction(made)
+    exported = accel.export(folder, tmp_path / "one", task="sentence-similarity", **BOTH)
+    plain = accel.ORTModelForFeatureExtraction(exported)
     assert "sentence_embedding" in plain(**plain_inputs(folder))
     compare(plain, folder, "AutoModel")
-    compare(accel.ORTModelForFeatureExtraction(accel.optimize(made, tmp_path / "two")), folder, "AutoModel")
+    compare(accel.ORTModelForFeatureExtraction(accel.optimize(exported, tmp_path / "two")), folder, "AutoModel")
 
 
 def plain_inputs(folder: Path) -> dict[str, torch.Tensor]:

@@ -439,11 +439,11 @@ def test_buckets_are_refused_if_padding_changes_outputs(artifact: Artifact, tmp_
         max_position_embeddings=64,
     )  # fmt: skip
     model = rescale(transformers.NystromformerForSequenceClassification(config)).eval()
-    made = accel.export(model, tmp_path / "onnx", task="text-classification")
+    exported = accel.export(model, tmp_path / "onnx", task="text-classification")
     with pytest.raises(ConfigError, match="padding changes the outputs of this model"):
-        Classifier(made, session_options=SessionOptions(buckets=(16,)))
+        Classifier(exported, session_options=SessionOptions(buckets=(16,)))
     with pytest.raises(ConfigError, match="padding changes the outputs of this model"):
-        Classifier(made, session_options=SessionOptions(pad_to_multiple_of=16))
+        Classifier(exported, session_options=SessionOptions(pad_to_multiple_of=16))
 
 
 def test_buckets_cut_token_outputs(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -667,15 +667,17 @@ def test_labels_give_transformers_loss(
     labels = torch.ones(shape, dtype=torch.int64)
     if labels.ndim == 2:
         labels[0, 0] = -100
-    given = {"start_positions": labels, "end_positions": labels} if task == "question-answering" else {"labels": labels}
+    label_inputs = (
+        {"start_positions": labels, "end_positions": labels} if task == "question-answering" else {"labels": labels}
+    )
     model = model_class(task)(artifact)
     with torch.no_grad():
-        expected = reference(input_ids=IDS, **given)
-    found = model(input_ids=IDS, **given)
-    assert torch.allclose(found.loss, expected.loss, atol=1e-4)
-    assert list(found) == list(expected)
+        expected = reference(input_ids=IDS, **label_inputs)
+    outputs = model(input_ids=IDS, **label_inputs)
+    assert torch.allclose(outputs.loss, expected.loss, atol=1e-4)
+    assert list(outputs) == list(expected)
     assert model(input_ids=IDS).loss is None
-    assert isinstance(model(input_ids=IDS.numpy(), **given).loss, np.ndarray)
+    assert isinstance(model(input_ids=IDS.numpy(), **label_inputs).loss, np.ndarray)
 
 
 @pytest.mark.parametrize(
@@ -694,9 +696,9 @@ def test_loss_of_every_problem_type(
     config = transformers.BertConfig(num_labels=classes, problem_type=problem)
     logits = torch.randn((2, classes), generator=torch.Generator().manual_seed(0))
     exact = labels.long() if labels.dtype is torch.int16 else labels
-    found = loss_of("ForSequenceClassification", {"logits": logits}, {"labels": labels}, config)
+    loss = loss_of("ForSequenceClassification", {"logits": logits}, {"labels": labels}, config)
     expected = LOSS_MAPPING["ForSequenceClassification"](exact, pooled_logits=logits, config=config)
-    assert torch.equal(found, expected)
+    assert torch.equal(loss, expected)
     with pytest.raises(InputError, match="labels"):
         loss_of("ForSequenceClassification", {"logits": logits}, {"labels": wrong}, config)
 
@@ -706,11 +708,11 @@ def test_loss_of_sliced_logits() -> None:
     config = transformers.BertConfig(num_labels=3)
     logits, labels = torch.randn((2, 8, 3))[:, :5], torch.randint(0, 3, (2, 8))[:, :5]
     for kind in ("ForMaskedLM", "ForTokenClassification"):
-        cut, whole = (
+        cut, full = (
             loss_of(kind, {"logits": a}, {"labels": b}, config)
             for a, b in ((logits, labels), (logits.clone(), labels.clone()))
         )
-        assert torch.equal(cut, whole)
+        assert torch.equal(cut, full)
 
 
 def test_ignored_transformers_arguments_are_accepted(artifact: Artifact) -> None:

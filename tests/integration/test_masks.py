@@ -71,11 +71,11 @@ def test_transformers_pipeline(
         transformers.pipeline(TASK, model=ours, image_processor=processor),
         accel.pipeline(TASK, model=ours, image_processor=processor),
     ):
-        found = stock(picture(60, 80), **options)
-        assert differs(found["scores"], expected["scores"]) <= TOLERANCE
-        assert len(found["masks"]) == len(expected["masks"])
+        outputs = stock(picture(60, 80), **options)
+        assert differs(outputs["scores"], expected["scores"]) <= TOLERANCE
+        assert len(outputs["masks"]) == len(expected["masks"])
         # The box corners are whole pixels of masks. Mask values near the threshold may be rounded to different pixels.
-        assert (found["bounding_boxes"] == expected["bounding_boxes"]).float().mean() > 0.95
+        assert (outputs["bounding_boxes"] == expected["bounding_boxes"]).float().mean() > 0.95
 
 
 def prompts(folder: Path) -> dict[str, torch.Tensor]:
@@ -100,9 +100,9 @@ def test_calls_with_points(
     assert differs(dict(ours(**inputs)), expected) <= TOLERANCE
     embedded = ours.get_image_embeddings(read["pixel_values"])
     names = ("image_embeddings", "intermediate_embeddings")
-    given = dict(zip(names, embedded if isinstance(embedded, tuple) else (embedded,), strict=False))
+    embeddings = dict(zip(names, embedded if isinstance(embedded, tuple) else (embedded,), strict=False))
     points = {name: read[name] for name in ("input_points", "input_labels")}
-    assert differs(dict(ours(**given, **points)), expected) <= TOLERANCE
+    assert differs(dict(ours(**embeddings, **points)), expected) <= TOLERANCE
     arrays = ours(**{name: value.numpy() for name, value in read.items()})
     assert isinstance(arrays.pred_masks, np.ndarray)
     assert differs(torch.from_numpy(arrays.pred_masks), expected["pred_masks"]) <= TOLERANCE
@@ -115,7 +115,7 @@ def test_invalid_inputs_are_refused(tiny_folder: Callable[..., Path], tiny_artif
     folder = tiny_folder("sam", TASK)
     model, inputs = opened("sam", "pytorch", folder, tiny_artifact), prompts(folder)
     pixels, points = inputs["pixel_values"], inputs["input_points"]
-    for given, message in (
+    for arguments, message in (
         ({"pixel_values": pixels, "input_boxes": torch.zeros(2, 3, 4)}, "input_boxes is not supported"),
         (
             {"pixel_values": pixels, "input_points": points, "multimask_output": False},
@@ -126,7 +126,7 @@ def test_invalid_inputs_are_refused(tiny_folder: Callable[..., Path], tiny_artif
         ({"pixel_values": pixels[:1], "input_points": points}, "points for 2 images, but 1"),
     ):
         with pytest.raises(InputError, match=message):
-            model(**given)
+            model(**arguments)
     with pytest.raises(ConfigError, match="cannot measure the accuracy of the task .mask-generation"):
         accel.evaluate(model, [{"image": picture(60, 80), "mask": picture(60, 80)}])
 

@@ -44,17 +44,17 @@ class TestDetection:
 
     def rows(self, folder: Path) -> list[dict[str, Any]]:
         """Return images labeled with the highest-scored boxes of the PyTorch model, in COCO format."""
-        made = []
+        data = []
         for seed, (height, width) in enumerate(SIZES):
             image = picture(height, width, seed)
             processor = processors(folder)["image_processor"]
-            found = processor.post_process_object_detection(
+            detections = processor.post_process_object_detection(
                 answers(folder, self.TASK, image), threshold=0.0, target_sizes=[(height, width)]
             )[0]
-            left, top, right, bottom = found["boxes"].unbind(1)
+            left, top, right, bottom = detections["boxes"].unbind(1)
             boxes = torch.stack([left, top, right - left, bottom - top], 1).tolist()
-            made.append({"image": image, "objects": {"bbox": boxes, "category": found["labels"].tolist()}})
-        return made
+            data.append({"image": image, "objects": {"bbox": boxes, "category": detections["labels"].tolist()}})
+        return data
 
     def test_own_boxes_give_map_of_1(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("detr", self.TASK)
@@ -109,9 +109,9 @@ class TestDetectionByName:
         pictures = [picture(height, width, seed) for seed, (height, width) in enumerate(SIZES)]
         objects = {"bbox": [[4.0, 4.0, 30.0, 20.0]] * 2, "category": list(self.NAMES)}
         rows = [{"image": image, "objects": objects} for image in pictures]
-        found = measured(family, folder, rows)
-        assert found.metric == "map"
-        assert 0 <= found.value <= 1
+        report = measured(family, folder, rows)
+        assert report.metric == "map"
+        assert 0 <= report.value <= 1
         predictor = load_task(self.TASK).predictor(None)(
             map_columns(load_rows(rows), self.TASK), task=self.TASK, config=None, max_length=None, limit=None, batch_size=2,
             processor=transformers.AutoProcessor.from_pretrained(folder),
@@ -122,17 +122,17 @@ class TestDetectionByName:
         detect = transformers.pipeline(self.TASK, model=model, **processors(folder))
         for image, boxes in zip(pictures, predictor.predict(model, "predicting"), strict=True):
             expected = [
-                (numbers[one["label"]], one["score"], *one["box"].values())
-                for one in detect(image, candidate_labels=list(self.NAMES), threshold=0.0)
+                (numbers[detection["label"]], detection["score"], *detection["box"].values())
+                for detection in detect(image, candidate_labels=list(self.NAMES), threshold=0.0)
             ]
             # The scores of two boxes may differ only by rounding, so the scores are rounded before sorting.
-            made, expected = (
+            detected, expected = (
                 sorted(some, key=lambda box: (box[0], round(box[1], 4), box[2:])) for some in (boxes, expected)
             )
-            assert len(made) == len(expected) > 10
-            assert [box[0] for box in made] == [box[0] for box in expected]
+            assert len(detected) == len(expected) > 10
+            assert [box[0] for box in detected] == [box[0] for box in expected]
             # The pipeline truncates box corners to whole pixels, so corners may differ by one pixel.
-            apart = np.abs(np.array(made)[:, 1:] - np.array(expected)[:, 1:])
+            apart = np.abs(np.array(detected)[:, 1:] - np.array(expected)[:, 1:])
             assert apart[:, 0].max() <= 1e-5
             assert apart[:, 1:].max() <= 1
 
@@ -173,14 +173,14 @@ class TestSegmentation:
 
     def rows(self, folder: Path) -> list[dict[str, Any]]:
         processor = processors(folder)["image_processor"]
-        made = []
+        data = []
         for seed, size in enumerate(SIZES):
             image = picture(*size, seed)
             (classes,) = processor.post_process_semantic_segmentation(
                 answers(folder, self.TASK, image), target_sizes=[size]
             )
-            made.append({"image": image, "annotation": Image.fromarray(classes.numpy().astype(np.uint8))})
-        return made
+            data.append({"image": image, "annotation": Image.fromarray(classes.numpy().astype(np.uint8))})
+        return data
 
     def test_own_classes_give_mean_iou_of_1(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("segformer", self.TASK)
@@ -214,15 +214,15 @@ class TestDepth:
 
     def depths(self, folder: Path, image: Any) -> np.ndarray:
         processor = processors(folder)["image_processor"]
-        (found,) = processor.post_process_depth_estimation(
+        (depth,) = processor.post_process_depth_estimation(
             answers(folder, self.TASK, image), [(image.height, image.width)]
         )
-        return found["predicted_depth"].numpy()
+        return depth["predicted_depth"].numpy()
 
     def test_depth_error_in_metres(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("glpn", self.TASK)
         images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
-        rows = [{"image": one, "depth": Image.fromarray(self.depths(folder, one) / 1.1)} for one in images]
+        rows = [{"image": image, "depth": Image.fromarray(self.depths(folder, image) / 1.1)} for image in images]
         result = measured("glpn", folder, rows)
         assert result.metric == "abs_rel"
         assert result.value == pytest.approx(0.1, abs=1e-3)
@@ -251,13 +251,15 @@ class TestImageToImage:
     def test_psnr(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("swin2sr", self.TASK)
         image = picture(24, 32)
-        made = answers(folder, self.TASK, image).reconstruction[0, :, :48, :64].clamp(0, 1).numpy().transpose(1, 2, 0)
-        target = Image.fromarray((made * 255).round().astype(np.uint8))
-        found = measured("swin2sr", folder, [{"image": image, "target": target}])
+        reconstruction = (
+            answers(folder, self.TASK, image).reconstruction[0, :, :48, :64].clamp(0, 1).numpy().transpose(1, 2, 0)
+        )
+        target = Image.fromarray((reconstruction * 255).round().astype(np.uint8))
+        report = measured("swin2sr", folder, [{"image": image, "target": target}])
         # Rounding to 8 bits has a mean squared error of 1/12 of a squared rounding step, so the PSNR is below infinity
         # but above 55 dB.
-        assert found.metric == "psnr"
-        assert found.value > 55
+        assert report.metric == "psnr"
+        assert report.value > 55
         with pytest.raises(InputError, match="48 x 64 were expected"):
             measured("swin2sr", folder, [{"image": image, "target": image}])
 
@@ -269,8 +271,8 @@ class TestZeroShot:
     def rows(self, folder: Path) -> Any:
         pipe = transformers.pipeline(self.TASK, model=original(folder, self.TASK), **processors(folder))
         images = [picture(*size, seed) for seed, size in enumerate(SIZES)]
-        best = [pipe(one, candidate_labels=list(self.NAMES))[0]["label"] for one in images]
-        return [{"image": one, "label": name} for one, name in zip(images, best, strict=True)]
+        best = [pipe(image, candidate_labels=list(self.NAMES))[0]["label"] for image in images]
+        return [{"image": image, "label": name} for image, name in zip(images, best, strict=True)]
 
     def test_accuracy_by_class_names(self, tiny_folder: Callable[..., Path]) -> None:
         folder = tiny_folder("clip", self.TASK)
@@ -314,11 +316,11 @@ def test_int8_calibrated_with_raw_rows(
     """
     artifact = tiny_artifact(family, PICTURES[family][0])
     rows = [{"image": picture(*size, seed), **ROWS.get(family, {})} for seed, size in enumerate(SIZES)]
-    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
-    assert made.manifest.quantization is not None
+    quantized = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    assert quantized.manifest.quantization is not None
     sizes = {"height": 64, "width": 96, "sequence": 6}
     feeds = feeds_for(artifact.components[0].inputs, sizes, seed=0, folder=artifact.path)
-    exact, rounded = (model_class(one.task)(one)(**feeds) for one in (artifact, made))
+    exact, rounded = (model_class(variant.task)(variant)(**feeds) for variant in (artifact, quantized))
     name = next(iter(exact))
     error = (rounded[name] - exact[name]).abs().max() / exact[name].abs().max()
     # The limits are errors of random models. Measured for scores (cosines times 14) of texts outside of the calibration

@@ -43,13 +43,13 @@ def counts(monkeypatch: pytest.MonkeyPatch, home: Path) -> Counter[str]:
     monkeypatch.setenv("ACCEL_HOME", str(home))
     backend = type(registry.load(registry.describe("cpu")))
 
-    def counted(owner: Any, name: str, what: str) -> None:
+    def counted(owner: Any, name: str, event: str) -> None:
         real = getattr(owner, name)
 
         def call(*args: Any, **named: Any) -> Any:
             # Do not count sessions for a few calls, because the validation of a new export opens one.
-            if what != "opened" or not args[-1].few_calls:
-                counts[what] += 1
+            if event != "opened" or not args[-1].few_calls:
+                counts[event] += 1
             return real(*args, **named)
 
         monkeypatch.setattr(owner, name, call)
@@ -128,9 +128,9 @@ def test_doctor_shows_the_plan_of_an_artifact(measured: Path) -> None:
     assert "threads=1" in text
     assert "recorded in the manifest" in text
     assert "pytorch" in text, "every backend that was considered"
-    found = json.loads(doctor(str(measured), "--json")[1])
-    assert (found["backend"], found["device"], found["recorded"]) == ("cpu", "cpu", True)
-    assert {row["backend"]: row["verdict"] for row in found["considered"]}["cpu"] == "chosen"
+    plan = json.loads(doctor(str(measured), "--json")[1])
+    assert (plan["backend"], plan["device"], plan["recorded"]) == ("cpu", "cpu", True)
+    assert {row["backend"]: row["verdict"] for row in plan["considered"]}["cpu"] == "chosen"
 
 
 def test_doctor_exports_nothing(
@@ -146,7 +146,7 @@ def test_doctor_exports_nothing(
 def test_doctor_gives_the_reason_for_no_plan(measured: Path) -> None:
     code, text = doctor(str(measured), "--device", "cuda:7", "--json")
     assert code == 1
-    found = json.loads(text)
-    assert found["backend"] is None
-    assert "cannot run this model" in found["why_not"] or "can run this model" in found["why_not"]
+    plan = json.loads(text)
+    assert plan["backend"] is None
+    assert "cannot run this model" in plan["why_not"] or "can run this model" in plan["why_not"]
     assert doctor("--backend", "cpu")[0] == 2

@@ -42,22 +42,22 @@ def repository(tiny_artifact: Callable[..., Artifact], tmp_path_factory: pytest.
     (folder / "onnx").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(artifact.path / name, folder)
-    for made, name in ((artifact, "model.onnx"), (quantized, "model_quantized.onnx")):
+    for source, name in ((artifact, "model.onnx"), (quantized, "model_quantized.onnx")):
         # Store the weights inside the graph files, because the external weight files of both graphs would have the same
         # name.
-        onnx.save(onnx.load(made.path / "model.onnx"), folder / "onnx" / name)
+        onnx.save(onnx.load(source.path / "model.onnx"), folder / "onnx" / name)
         unmark(folder / "onnx" / name)
     return folder
 
 
 @pytest.fixture(scope="module")
 def answers(repository: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    logits = {}
     for variant in (None, "quantized"):
         with accel.ORTModelForSequenceClassification.from_pretrained(repository, variant=variant) as model:
-            found[f"model{'_quantized' if variant else ''}.onnx"] = model(**INPUTS).logits
-    assert not torch.equal(*found.values())
-    return found
+            logits[f"model{'_quantized' if variant else ''}.onnx"] = model(**INPUTS).logits
+    assert not torch.equal(*logits.values())
+    return logits
 
 
 @pytest.mark.parametrize("file", ["model.onnx", "model_quantized.onnx"])
@@ -81,13 +81,13 @@ def test_pipeline_accepts_a_graph_file(repository: Path) -> None:
 
 def test_another_process_opens_the_same_graph_files(repository: Path) -> None:
     files = [repository / "onnx" / name for name in ("model.onnx", "model_quantized.onnx")]
-    made = variants_of(
+    variants = variants_of(
         files, backends=None, baselines=Baselines(), task=None, device=None, options=None, hub=HubOptions()
     )
-    assert [planned_variant(variant).artifact.components[0].file for variant in made] == [  # type: ignore[union-attr]
+    assert [planned_variant(variant).artifact.components[0].file for variant in variants] == [  # type: ignore[union-attr]
         str(file.relative_to(repository)) for file in files
     ]
-    assert len({variant.name for variant in made}) == 2
+    assert len({variant.name for variant in variants}) == 2
 
 
 def test_command_accepts_a_graph_file(repository: Path, tiny_folder: Callable[..., Path]) -> None:
@@ -106,26 +106,26 @@ def test_pickled_graph_file_next_to_an_artifact(tiny_artifact: Callable[..., Art
     quantizer = optimum.ORTQuantizer.from_pretrained(folder)
     quantizer.quantize(optimum.AutoQuantizationConfig.avx512_vnni(is_static=False), save_dir=folder)
     with optimum.ORTModel.from_pretrained(folder, file_name="model_quantized.onnx") as model:
-        wanted = model(**INPUTS).logits
+        expected = model(**INPUTS).logits
         again = pickle.loads(pickle.dumps(model))
     with again:
         assert again.path.name == "model_quantized.onnx"
-        assert torch.equal(again(**INPUTS).logits, wanted)
+        assert torch.equal(again(**INPUTS).logits, expected)
 
 
 def test_graph_file_of_a_hub_repository(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    downloads = []
 
     def locate(name: str, options: HubOptions, **_: Any) -> Location:
-        asked.append((name, options.subfolder))
+        downloads.append((name, options.subfolder))
         return Location(name, repository / options.subfolder, "abc", repository)
 
     monkeypatch.setattr(resolution, "locate", locate)
-    found = resolve("org/name/onnx/model_quantized.onnx")
-    assert asked == [("org/name", "onnx")]
-    assert found.artifact is not None
-    assert found.artifact.components[0].file == "onnx/model_quantized.onnx"
-    assert found.id == "org/name/onnx/model_quantized.onnx"
+    resolved = resolve("org/name/onnx/model_quantized.onnx")
+    assert downloads == [("org/name", "onnx")]
+    assert resolved.artifact is not None
+    assert resolved.artifact.components[0].file == "onnx/model_quantized.onnx"
+    assert resolved.id == "org/name/onnx/model_quantized.onnx"
 
 
 def test_graph_file_with_variant_is_refused(repository: Path) -> None:

@@ -60,7 +60,7 @@ def test_domains_of_functions_and_branches(tmp_path: Path) -> None:
         helper.make_graph([helper.make_node(op, ["x"], ["b"], domain=domain)], op, [], [value("b")])
         for op, domain in (("Gelu", MICROSOFT), ("Identity", "ai.onnx"))
     ]
-    own = helper.make_function(
+    function = helper.make_function(
         "local", "twice", ["a"], ["b"], [helper.make_node("Scale", ["a"], ["b"], domain="org.other")],
         [helper.make_opsetid("org.other", 1)],
     )  # fmt: skip
@@ -71,7 +71,7 @@ def test_domains_of_functions_and_branches(tmp_path: Path) -> None:
     condition = helper.make_tensor_value_info("c", TensorProto.BOOL, [])
     graph = helper.make_graph(nodes, "g", [value("x"), condition], [value("y")])
     domains = ("", MICROSOFT, "local", "org.other")
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, 1) for d in domains], functions=[own])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(d, 1) for d in domains], functions=[function])
     onnx.save(model, tmp_path / "model.onnx")
     assert adopt(tmp_path, task="custom").domains == ("", MICROSOFT, "org.other")
 
@@ -120,10 +120,10 @@ def test_openvino_names_unsupported_operators(fused: Artifact, tmp_path: Path) -
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)])
     onnx.save(model, tmp_path / "model.onnx")
-    made = adopt(tmp_path, task="custom")
+    adopted = adopt(tmp_path, task="custom")
     spec = TensorSpec("x", "float32", ("batch",))
-    component = replace(made.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
-    artifact = Artifact(made.path, replace(made.manifest, components=(component,)))
+    component = replace(adopted.components[0], inputs=(spec,), outputs=(replace(spec, name="y"),))
+    artifact = Artifact(adopted.path, replace(adopted.manifest, components=(component,)))
     with pytest.raises(SessionError, match="NoSuchOperator") as info:
         open_plan(make_plan(artifact, RunPreferences(backend="openvino")))
     assert "before it was optimized" in str(info.value.fix)

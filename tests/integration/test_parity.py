@@ -121,9 +121,9 @@ def test_texts_with_visual_embeddings(tmp_path: Path) -> None:
         with torch.inference_mode():
             expected = original(**inputs)
             blind = original(**{**inputs, "visual_attention_mask": torch.ones(batch, regions)})
-        found = model(**inputs)
+        outputs = model(**inputs)
         for name in ("last_hidden_state", "pooler_output"):
-            assert (found[name] - expected[name]).abs().max() <= TOLERANCE
+            assert (outputs[name] - expected[name]).abs().max() <= TOLERANCE
             assert (blind[name] - expected[name]).abs().max() > 10 * TOLERANCE
     with pytest.raises(InputError, match="missing: .*visual_embeds"):
         model(**text_inputs(original.config, 1, 5, types=True))
@@ -143,12 +143,12 @@ def test_pooling_in_the_graph(pooling: str, tmp_path: Path) -> None:
         "mean": (hidden * mask).sum(1) / mask.sum(1),
         "cls": hidden[:, 0],
         "max": hidden.masked_fill(~mask, float("-inf")).amax(1),
-        "last": torch.stack([row[kept.squeeze(-1)][-1] for row, kept in zip(hidden, mask, strict=True)]),
+        "last": torch.stack([row[row_mask.squeeze(-1)][-1] for row, row_mask in zip(hidden, mask, strict=True)]),
     }
     expected = torch.nn.functional.normalize(rows[pooling], dim=1)
-    found = model(**inputs)
-    assert (found.sentence_embedding - expected).abs().max() <= TOLERANCE
-    assert (found.last_hidden_state - hidden).abs().max() <= TOLERANCE
+    outputs = model(**inputs)
+    assert (outputs.sentence_embedding - expected).abs().max() <= TOLERANCE
+    assert (outputs.last_hidden_state - hidden).abs().max() <= TOLERANCE
 
 
 class TwoTowers(torch.nn.Module):
@@ -174,9 +174,9 @@ def test_custom_module_keeps_input_and_output_names(tmp_path: Path) -> None:
     query, item = torch.randn(5, 4), torch.randn(2, 6)
     with torch.inference_mode():
         expected = original(query, item)
-    found = model(query=query, item=item)
-    assert list(found) == ["score", "query_vector"]
-    assert (found["score"] - expected["score"]).abs().max() <= 1e-5
+    outputs = model(query=query, item=item)
+    assert list(outputs) == ["score", "query_vector"]
+    assert (outputs["score"] - expected["score"]).abs().max() <= 1e-5
 
 
 @pytest.mark.thorough

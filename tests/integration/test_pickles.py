@@ -49,7 +49,7 @@ PIPELINES: dict[str, tuple[str, str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(shared: Callable[..., Path], tiny_folder: Callable[..., Path]) -> Callable[[str], Any]:
+def open_pipeline(shared: Callable[..., Path], tiny_folder: Callable[..., Path]) -> Callable[[str], Any]:
     """Return a function that creates pipelines with the `pytorch` backend, which needs no export."""
 
     def get(task: str) -> Any:
@@ -57,31 +57,31 @@ def made(shared: Callable[..., Path], tiny_folder: Callable[..., Path]) -> Calla
         folder = (
             tiny_folder(family, name) if name else shared(f"generator-{family}", lambda f: save_generator(f, family))
         )
-        given = {} if family in ("vit", "wav2vec2") else {"tokenizer": tiny_tokenizer()}
-        return accel.pipeline(task, folder, backend="pytorch", **given)
+        options = {} if family in ("vit", "wav2vec2") else {"tokenizer": tiny_tokenizer()}
+        return accel.pipeline(task, folder, backend="pytorch", **options)
 
     return get
 
 
 @pytest.mark.parametrize("task", PIPELINES)
 @pytest.mark.filterwarnings("ignore")
-def test_pipelines(task: str, made: Callable[[str], Any]) -> None:
-    pipe, asked = made(task), PIPELINES[task][2]
+def test_pipelines(task: str, open_pipeline: Callable[[str], Any]) -> None:
+    pipe, inputs = open_pipeline(task), PIPELINES[task][2]
     for way in WAYS.values():
         other = way(pipe)
         assert type(other) is type(pipe)
         assert vars(other).keys() == vars(pipe).keys()
-        if asked is not None:
+        if inputs is not None:
             settings = {"max_new_tokens": 3} if PIPELINES[task][1] == "" else {}
             settings |= {"do_sample": False} if settings else {}
-            assert repr(other(asked, **settings)) == repr(pipe(asked, **settings))
+            assert repr(other(inputs, **settings)) == repr(pipe(inputs, **settings))
 
 
-def test_pickled_pipeline_in_another_process(made: Callable[[str], Any], tmp_path: Path) -> None:
+def test_pickled_pipeline_in_another_process(open_pipeline: Callable[[str], Any], tmp_path: Path) -> None:
     """A new Python interpreter that has imported nothing loads the pickle, as with multiprocessing's spawn, Ray and
     Spark.
     """
-    pipe = made("text-classification")
+    pipe = open_pipeline("text-classification")
     (tmp_path / "pipe.pickle").write_bytes(pickle.dumps(pipe))
     code = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))(sys.argv[2])[0]['label'])"
     ran = subprocess.run(
@@ -90,9 +90,9 @@ def test_pickled_pipeline_in_another_process(made: Callable[[str], Any], tmp_pat
     assert ran.stdout.split()[-1] == pipe(TEXT)[0]["label"]
 
 
-def test_joblib_stores_pipelines(made: Callable[[str], Any], tmp_path: Path) -> None:
+def test_joblib_stores_pipelines(open_pipeline: Callable[[str], Any], tmp_path: Path) -> None:
     joblib = pytest.importorskip("joblib", reason="joblib is not installed")
-    pipe = made("text-classification")
+    pipe = open_pipeline("text-classification")
     joblib.dump(pipe, tmp_path / "pipe.joblib")
     assert joblib.load(tmp_path / "pipe.joblib")(TEXT) == pipe(TEXT)
 
@@ -122,8 +122,8 @@ def test_public_values_are_equal_after_copying(name: str, way: str, tiny_artifac
 def test_evaluation_result_is_pickled(tiny_folder: Callable[..., Path]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_folder(), backend="pytorch")
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(["my card", "the bank", "help", "london"])]
-    found = evaluate(model, rows, processor=tiny_tokenizer())
-    assert repr(pickle.loads(pickle.dumps(found))) == repr(found)
+    report = evaluate(model, rows, processor=tiny_tokenizer())
+    assert repr(pickle.loads(pickle.dumps(report))) == repr(report)
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ def picture(height: int, width: int, seed: int = 0) -> Any:
 
 def processors(folder: Path) -> dict[str, Any]:
     """Return the processors (image processor and tokenizer) that a pipeline needs in addition to a model."""
-    found = {"image_processor": transformers.AutoImageProcessor.from_pretrained(folder)}
+    loaded = {"image_processor": transformers.AutoImageProcessor.from_pretrained(folder)}
     if (folder / "tokenizer.json").is_file():
-        found["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
-    return found
+        loaded["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder)
+    return loaded
 
 
 def original(folder: Path, task: str) -> Any:
@@ -66,25 +66,25 @@ def original(folder: Path, task: str) -> Any:
     return loader.from_pretrained(folder).eval()
 
 
-def differs(found: Any, expected: Any) -> float:
+def differs(actual: Any, expected: Any) -> float:
     """Return the largest difference between two pipeline outputs, or infinity if labels or shapes differ."""
     if isinstance(expected, Mapping):
-        assert list(found) == list(expected)
-        return max((differs(found[name], value) for name, value in expected.items()), default=0.0)
+        assert list(actual) == list(expected)
+        return max((differs(actual[name], value) for name, value in expected.items()), default=0.0)
     if isinstance(expected, list):
-        assert len(found) == len(expected)
-        return max((differs(*pair) for pair in zip(found, expected, strict=True)), default=0.0)
+        assert len(actual) == len(expected)
+        return max((differs(*pair) for pair in zip(actual, expected, strict=True)), default=0.0)
     if isinstance(expected, Image.Image):
-        a, b = (np.asarray(one).astype(float) for one in (found, expected))
+        a, b = (np.asarray(array).astype(float) for array in (actual, expected))
         return differs(torch.from_numpy(a), torch.from_numpy(b)) if expected.mode != "L" else float((a != b).mean())
     if isinstance(expected, torch.Tensor):
-        return float((found - expected).abs().max() / expected.abs().max().clamp(min=1))
+        return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
     if isinstance(expected, bool | str) or expected is None:
-        return 0.0 if found == expected else float("inf")
+        return 0.0 if actual == expected else float("inf")
     if isinstance(expected, int):
         # The box corners are rounded to whole pixels, so they may differ by one pixel.
-        return 0.0 if abs(found - expected) <= 1 else float("inf")
-    return abs(found - expected)
+        return 0.0 if abs(actual - expected) <= 1 else float("inf")
+    return abs(actual - expected)
 
 
 def opened(family: str, backend: str, folder: Path, artifact: Callable[[], Artifact]) -> Any:
@@ -102,9 +102,9 @@ def test_transformers_pipeline(
     ours = opened(family, backend, folder, lambda: tiny_artifact(family, task))
     images = [picture(60, 80), picture(96, 64, seed=1)]
     theirs = original(folder, task)
-    given = processors(folder)
-    reference = transformers.pipeline(task, model=theirs, **given)
-    for stock in (transformers.pipeline(task, model=ours, **given), accel.pipeline(task, model=ours)):
+    components = processors(folder)
+    reference = transformers.pipeline(task, model=theirs, **components)
+    for stock in (transformers.pipeline(task, model=ours, **components), accel.pipeline(task, model=ours)):
         for options in OPTIONS.get(task, [{}]):
             expected = [reference(image, **options) for image in images]
             assert any(expected), "there is something to compare"
@@ -127,15 +127,15 @@ def test_image_to_image(backend: str, tiny_folder: Callable[..., Path], tmp_path
         sample = {"pixel_values": torch.zeros(2, *shape[1:])}
         export(folder, tmp_path / "out", backend=backend, sample=sample, axes={"pixel_values": {0: "batch"}})
         folder = tmp_path / "out"
-    made = accel.pipeline(task, model=folder, backend=backend)(image)
-    assert made.size == (60, 40)
-    assert np.abs(np.asarray(made) / 255 - expected.transpose(1, 2, 0)).max() <= 0.5 / 255 + TOLERANCE
+    output = accel.pipeline(task, model=folder, backend=backend)(image)
+    assert output.size == (60, 40)
+    assert np.abs(np.asarray(output) / 255 - expected.transpose(1, 2, 0)).max() <= 0.5 / 255 + TOLERANCE
 
 
 FREE = ("detr", "yolos", "segformer", "maskformer", "glpn")
 
 
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.values[0] in FREE])
+@pytest.mark.parametrize("family", [case for case in FAMILIES if case.values[0] in FREE])
 def test_models_with_any_image_size(family: str, tiny_artifact: Callable[..., Artifact]) -> None:
     shape = tiny_artifact(family, PICTURES[family][0]).component().inputs[0].shape
     assert shape == ("batch", 3, "height", "width")
@@ -150,9 +150,9 @@ def test_padded_images_in_one_batch(tiny_folder: Callable[..., Path], tiny_artif
     assert not inputs["pixel_mask"].all()
     with torch.inference_mode():
         expected = original(folder, task)(**inputs)
-    found = model(**inputs)
-    assert (found.logits - expected.logits).abs().max() <= TOLERANCE
-    assert (found.pred_boxes - expected.pred_boxes).abs().max() <= TOLERANCE
+    outputs = model(**inputs)
+    assert (outputs.logits - expected.logits).abs().max() <= TOLERANCE
+    assert (outputs.pred_boxes - expected.pred_boxes).abs().max() <= TOLERANCE
 
 
 @pytest.mark.thorough
@@ -168,9 +168,9 @@ def test_several_texts_for_each_image(
     inputs = processor(text=texts, images=[picture(60, 80), picture(96, 64)], return_tensors="pt")
     with torch.inference_mode():
         expected = original(folder, task)(**inputs)
-    found = model(**inputs)
-    assert found.logits.shape == (2, 16, 3)
-    assert differs(dict(found), {name: expected[name] for name in ("logits", "pred_boxes")}) <= TOLERANCE
+    outputs = model(**inputs)
+    assert outputs.logits.shape == (2, 16, 3)
+    assert differs(dict(outputs), {name: expected[name] for name in ("logits", "pred_boxes")}) <= TOLERANCE
     inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
     with pytest.raises(InputError, match="6 texts for 4 images"):
         model(**inputs)
@@ -196,18 +196,18 @@ def test_keypoint_matching(
     task = "keypoint-matching"
     folder = tiny_folder(family, task)
     ours = opened(family, backend, folder, lambda: tiny_artifact(family, task))
-    theirs, given = original(folder, task), processors(folder)
-    reference = transformers.pipeline(task, model=theirs, **given)
+    theirs, components = original(folder, task), processors(folder)
+    reference = transformers.pipeline(task, model=theirs, **components)
     pair = [picture(60, 80), picture(60, 80)]
     expected = reference(pair)
     assert len(expected) > 2
-    for stock in (transformers.pipeline(task, model=ours, **given), accel.pipeline(task, model=ours)):
-        found = stock(pair)
-        assert differs([dict(one) for one in found], [dict(one) for one in expected]) <= TOLERANCE
-    inputs = given["image_processor"]([pair, pair[::-1]], return_tensors="pt")
+    for stock in (transformers.pipeline(task, model=ours, **components), accel.pipeline(task, model=ours)):
+        results = stock(pair)
+        assert differs([dict(match) for match in results], [dict(match) for match in expected]) <= TOLERANCE
+    inputs = components["image_processor"]([pair, pair[::-1]], return_tensors="pt")
     with torch.inference_mode():
-        whole = theirs(**inputs)
-    assert torch.equal(ours(**inputs).matches, whole.matches)
+        full = theirs(**inputs)
+    assert torch.equal(ours(**inputs).matches, full.matches)
 
 
 def faint(contrast: float, seed: int = 0) -> Any:
@@ -280,17 +280,17 @@ def test_different_numbers_of_keypoints(
         inputs = processor([pair], return_tensors="pt")
         with torch.inference_mode():
             expected = theirs(**inputs)
-        found = ours(**inputs)
-        there, matched = expected.mask > 0, expected.matches >= 0
+        outputs = ours(**inputs)
+        valid, matched = expected.mask > 0, expected.matches >= 0
         numbers |= set(expected.mask.sum(-1).flatten().tolist())
-        layers |= set(expected.get("prune", there)[there].tolist())
-        assert torch.equal(found.mask, expected.mask)
-        assert torch.equal(found.matches[there], expected.matches[there].to(torch.int64))
-        assert torch.allclose(found.keypoints, expected.keypoints, atol=TOLERANCE)
+        layers |= set(expected.get("prune", valid)[valid].tolist())
+        assert torch.equal(outputs.mask, expected.mask)
+        assert torch.equal(outputs.matches[valid], expected.matches[valid].to(torch.int64))
+        assert torch.allclose(outputs.keypoints, expected.keypoints, atol=TOLERANCE)
         assert torch.allclose(
-            found.matching_scores[there & matched], expected.matching_scores[there & matched], atol=TOLERANCE
+            outputs.matching_scores[valid & matched], expected.matching_scores[valid & matched], atol=TOLERANCE
         )
-        alone.append(found.matches[0])
+        alone.append(outputs.matches[0])
     assert numbers >= {0, 1, 20}
     if family == "lightglue":
         assert len(layers) > 1
@@ -319,9 +319,9 @@ def test_image_features(backend: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.ViTModel(config).eval().save_pretrained(tmp_path / "model")
     transformers.ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
-    given = processors(tmp_path / "model")
+    components = processors(tmp_path / "model")
     theirs = transformers.pipeline(
-        "image-feature-extraction", model=transformers.ViTModel.from_pretrained(tmp_path / "model"), **given
+        "image-feature-extraction", model=transformers.ViTModel.from_pretrained(tmp_path / "model"), **components
     )
     ours = accel.pipeline("image-feature-extraction", model=tmp_path / "model", backend=backend)
     assert np.abs(np.asarray(ours(picture(40, 50))) - np.asarray(theirs(picture(40, 50)))).max() <= TOLERANCE
@@ -335,6 +335,6 @@ def test_model_class_names_of_optimum() -> None:
 def test_image_with_one_channel_is_gray(tiny_folder: Callable[..., Path]) -> None:
     enlarge = accel.pipeline("image-to-image", tiny_folder("swin2sr", "image-to-image"), backend="pytorch")
     values = torch.linspace(0, 1, 12).reshape(1, 1, 3, 4)
-    made = enlarge.postprocess({"reconstruction": values, "size": [(3, 4)]})
-    assert (made.mode, made.size) == ("L", (4, 3))
-    np.testing.assert_array_equal(np.asarray(made), (values[0, 0] * 255).round().numpy())
+    image = enlarge.postprocess({"reconstruction": values, "size": [(3, 4)]})
+    assert (image.mode, image.size) == ("L", (4, 3))
+    np.testing.assert_array_equal(np.asarray(image), (values[0, 0] * 255).round().numpy())

@@ -33,15 +33,15 @@ TEXTS = [
 ]
 
 
-def close(found: Any, expected: Any) -> bool:
+def close(actual: Any, expected: Any) -> bool:
     """Return whether two outputs have equal structure and labels, and numbers that differ by at most 1e-4."""
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+        return actual.keys() == expected.keys() and all(close(actual[k], expected[k]) for k in expected)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+        return len(actual) == len(expected) and all(close(a, b) for a, b in zip(actual, expected, strict=True))
     if isinstance(expected, float | np.floating | np.ndarray | torch.Tensor):
-        return bool(np.allclose(found, expected, atol=1e-4))
-    return bool(found == expected)
+        return bool(np.allclose(actual, expected, atol=1e-4))
+    return bool(actual == expected)
 
 
 CASES = [
@@ -77,12 +77,12 @@ def test_text(
     assert ours_.model.__class__.__name__ in repr(ours_)
     assert close(ours_(TEXTS[0], **options), theirs(TEXTS[0], **options))
     assert close(ours_(TEXTS, **options), theirs(TEXTS, **options))
-    expected, found = theirs(TEXTS, **options), ours_(TEXTS, batch_size=2, **options)
+    expected, results = theirs(TEXTS, **options), ours_(TEXTS, batch_size=2, **options)
     if task == "feature-extraction":
         # The features of a batch contain rows for padding tokens, also in transformers' pipeline. The number of these
         # rows depends on the batch, so only the rows of real tokens are compared.
-        found = [[features[0][: len(alone[0])]] for features, alone in zip(found, expected, strict=True)]
-    assert close(found, expected)
+        results = [[features[0][: len(alone[0])]] for features, alone in zip(results, expected, strict=True)]
+    assert close(results, expected)
 
 
 def test_fill_mask(tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]) -> None:
@@ -177,7 +177,7 @@ PAIRS = [{"text": text, "text_pair": text[::3]} for text in MANY]
         ([*MANY, "", " "], {}),
         ([*PAIRS, {"text": "my card", "text_pair": ""}], {}),
     ],
-    ids=lambda one: ",".join(one) if isinstance(one, dict) else None,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
 def test_batched_windows_equal_single_texts(
     inputs: list[Any],
@@ -188,7 +188,7 @@ def test_batched_windows_equal_single_texts(
     ours = accel.pipeline("text-classification", model=tiny_artifact().path)
     theirs = transformers.pipeline("text-classification", model=str(tiny_folder()))
     assert close(ours(inputs, batch_size=4, **settings), theirs(inputs, **settings))
-    assert close(list(ours((one for one in inputs), batch_size=4, **settings)), theirs(inputs, **settings))
+    assert close(list(ours((text for text in inputs), batch_size=4, **settings)), theirs(inputs, **settings))
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,10 @@ def test_batched_windows_with_other_heads(config: dict[str, Any], side: str) -> 
 def test_batched_windows_with_single_texts(tiny_artifact: Callable[..., Artifact]) -> None:
     classify = accel.pipeline("text-classification", model=tiny_artifact().path)
     many = [*MANY, *PAIRS][: 2 * WINDOW_BATCHES + 1]
-    expected = [classify(one) for one in many]
-    assert close(classify(many, batch_size=2), [one[0] if isinstance(one, list) else one for one in expected])
+    expected = [classify(text) for text in many]
+    assert close(
+        classify(many, batch_size=2), [result[0] if isinstance(result, list) else result for result in expected]
+    )
     assert close(classify(many[:-1] + many[:1], batch_size=2)[-1:], classify(many[0]))
 
 
@@ -232,8 +234,8 @@ class Numbered(torch.utils.data.Dataset[str]):
 
 @pytest.mark.parametrize("task", ["text-classification", "token-classification"])
 def test_data_sets_end_at_their_length(task: str, tiny_artifact: Callable[..., Artifact]) -> None:
-    found = list(accel.pipeline(task, model=tiny_artifact("bert", task).path)(Numbered(), batch_size=4))
-    assert len(found) == len(MANY)
+    results = list(accel.pipeline(task, model=tiny_artifact("bert", task).path)(Numbered(), batch_size=4))
+    assert len(results) == len(MANY)
 
 
 def test_results_before_a_generator_error_are_returned(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -242,11 +244,11 @@ def test_results_before_a_generator_error_are_returned(tiny_artifact: Callable[.
         raise OSError("the disk is gone")
 
     for task in ("text-classification", "token-classification"):
-        found = []
+        results = []
         with pytest.raises(OSError, match="the disk is gone"):
-            for one in accel.pipeline(task, model=tiny_artifact("bert", task).path)(failing(), batch_size=2):
-                found.append(one)  # noqa: PERF402  # results before the error
-        assert len(found) == 5
+            for result in accel.pipeline(task, model=tiny_artifact("bert", task).path)(failing(), batch_size=2):
+                results.append(result)  # noqa: PERF402  # results before the error
+        assert len(results) == 5
 
 
 def test_replaced_methods_are_called(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -263,13 +265,13 @@ def test_overridden_model_call_is_used(tiny_artifact: Callable[..., Artifact], m
         "_forward",
         lambda self, inputs: {"logits": torch.eye(labels)[[1]].expand(len(inputs["input_ids"]), -1)},
     )
-    assert {found["label"] for found in classify(MANY, batch_size=4)} == {classify.model.config.id2label[1]}
+    assert {result["label"] for result in classify(MANY, batch_size=4)} == {classify.model.config.id2label[1]}
 
 
 def test_batch_of_empty_texts() -> None:
     classify = accel.pipeline("text-classification", model=tiny_model("bert"), tokenizer=tiny_tokenizer())
-    found = classify([*MANY, "", "", "", ""], batch_size=4, add_special_tokens=False)
-    assert [entry["label"] in classify.model.config.label2id for entry in found] == [True] * (len(MANY) + 4)
+    results = classify([*MANY, "", "", "", ""], batch_size=4, add_special_tokens=False)
+    assert [entry["label"] in classify.model.config.label2id for entry in results] == [True] * (len(MANY) + 4)
 
 
 def test_errors_of_batched_texts_equal_transformers(tiny_artifact: Callable[..., Artifact]) -> None:
@@ -355,10 +357,10 @@ def test_invalid_arguments_raise(tiny_artifact: Callable[..., Artifact]) -> None
 def test_loading_arguments_are_passed_and_unknown_ones_refused(
     tiny_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
     def read(**arguments: Any) -> Any:
-        given.update(arguments)
+        passed.update(arguments)
         raise ConfigError("enough")
 
     monkeypatch.setattr("accel.models.pipelines.pipeline.read_arguments", read)
@@ -368,7 +370,7 @@ def test_loading_arguments_are_passed_and_unknown_ones_refused(
         assert name in words
     with pytest.raises(ConfigError, match="enough"):
         accel.pipeline("text-classification", tiny_folder(), **words)
-    assert words.items() <= given.items()
+    assert words.items() <= passed.items()
     with pytest.raises(ConfigError, match=r"no argument 'subfoldr'. Did you mean 'subfolder'"):
         accel.pipeline("text-classification", tiny_folder(), subfoldr="onnx")
 
@@ -426,7 +428,9 @@ def test_invalid_argument_values_raise(
 
 def test_tokenizer_given_by_its_folder(tiny_artifact: Callable[..., Artifact]) -> None:
     folder = tiny_artifact().path
-    answers = [accel.pipeline("text-classification", folder, tokenizer=one)("words") for one in (folder, str(folder))]
+    answers = [
+        accel.pipeline("text-classification", folder, tokenizer=source)("words") for source in (folder, str(folder))
+    ]
     assert answers[0] == answers[1] == accel.pipeline("text-classification", folder)("words")
 
 

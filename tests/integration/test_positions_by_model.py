@@ -58,10 +58,10 @@ def test_long_text_is_recomputed_with_new_angles(backend: str, tmp_path: Path, m
     for settings in ({"num_beams": 1}, {"num_beams": 3}):
         expected = original.generate(**rows, do_sample=False, **settings)
         assert torch.equal(model.generate(**rows, do_sample=False, **settings), expected)
-    asked = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected, found = original.generate(ids[:1], **asked), model.generate(ids[:1], **asked)
-    for wanted, logits in zip(expected.logits, found.logits, strict=True):
-        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, outputs = original.generate(ids[:1], **options), model.generate(ids[:1], **options)
+    for reference, logits in zip(expected.logits, outputs.logits, strict=True):
+        torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-4 * float(reference.abs().max()))
 
 
 _TOWER = {

@@ -78,49 +78,49 @@ def test_answers_equal_transformers_4(
     answer: Any, question: str, context: str, options: dict[str, Any], expected: list[tuple[float, int, str]]
 ) -> None:
     answer.model = logits_by_token
-    found = answer(question=question, context=context, **options)
-    found = found if isinstance(found, list) else [found]
-    assert [(one["start"], one["answer"]) for one in found] == [(start, text) for _, start, text in expected]
-    assert all(one["answer"] == context[one["start"] : one["end"]] for one in found)
+    results = answer(question=question, context=context, **options)
+    results = results if isinstance(results, list) else [results]
+    assert [(result["start"], result["answer"]) for result in results] == [(start, text) for _, start, text in expected]
+    assert all(result["answer"] == context[result["start"] : result["end"]] for result in results)
     # The scores are stored with six decimals.
-    assert [one["score"] for one in found] == pytest.approx([score for score, _, _ in expected], abs=1e-6)
+    assert [result["score"] for result in results] == pytest.approx([score for score, _, _ in expected], abs=1e-6)
 
 
 def test_windows_overlap_by_at_most_128_tokens(answer: Any) -> None:
-    asked = {"question": "where", "context": "the money is here . " * 200}
+    query = {"question": "where", "context": "the money is here . " * 200}
     for longest, stride in ((90, 45), (384, 128)):
-        named = list(answer.preprocess(asked, max_seq_len=longest, doc_stride=stride))
-        usual = list(answer.preprocess(asked, max_seq_len=longest))
-        assert [one["encoding"].ids for one in usual] == [one["encoding"].ids for one in named]
+        named = list(answer.preprocess(query, max_seq_len=longest, doc_stride=stride))
+        usual = list(answer.preprocess(query, max_seq_len=longest))
+        assert [window["encoding"].ids for window in usual] == [window["encoding"].ids for window in named]
 
 
 def test_window_length_is_limited_to_384_tokens_and_the_tokenizers_limit(answer: Any) -> None:
-    asked = {"question": "where", "context": "the money is here . " * 200}
+    query = {"question": "where", "context": "the money is here . " * 200}
     limit = answer.tokenizer.model_max_length
-    assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == min(limit, 384)
+    assert len(next(iter(answer.preprocess(query)))["encoding"].ids) == min(limit, 384)
     answer.tokenizer.model_max_length = 10**9
-    assert len(next(iter(answer.preprocess(asked)))["encoding"].ids) == 384
+    assert len(next(iter(answer.preprocess(query)))["encoding"].ids) == 384
 
 
 def test_question_is_cut_to_max_question_len_tokens(answer: Any) -> None:
-    asked = {"question": "where is my card", "context": SHORT}
-    cut = next(iter(answer.preprocess(asked, max_question_len=2)))
+    query = {"question": "where is my card", "context": SHORT}
+    cut = next(iter(answer.preprocess(query, max_question_len=2)))
     assert cut["encoding"].ids == answer.tokenizer("where is", SHORT)["input_ids"]
-    whole = next(iter(answer.preprocess(asked, max_question_len=64)))
-    assert whole["encoding"].ids == answer.tokenizer("where is my card", SHORT)["input_ids"]
+    uncut = next(iter(answer.preprocess(query, max_question_len=64)))
+    assert uncut["encoding"].ids == answer.tokenizer("where is my card", SHORT)["input_ids"]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_seq_len": 40, "top_k": 3}])
 def test_answers_with_left_padding(answer: Any, options: dict[str, Any]) -> None:
     answer.model, answer.tokenizer.padding_side = logits_by_token, "left"
     questions = ["where", "who is in london now"]
-    asked = [{"question": question, "context": context} for question in questions for context in (SHORT, LONG[-300:])]
-    alone = [answer(one, **options) for one in asked]
-    together = answer(asked, batch_size=3, **options)
-    for one, other, given in zip(alone, together, asked, strict=True):
-        one, other = ([found] if isinstance(found, dict) else found for found in (one, other))
-        assert all(found["answer"] == given["context"][found["start"] : found["end"]] != "" for found in one)
-        assert [found["answer"] for found in one] == [found["answer"] for found in other]
+    queries = [{"question": question, "context": context} for question in questions for context in (SHORT, LONG[-300:])]
+    alone = [answer(query, **options) for query in queries]
+    together = answer(queries, batch_size=3, **options)
+    for single, other, query in zip(alone, together, queries, strict=True):
+        single, other = ([result] if isinstance(result, dict) else result for result in (single, other))
+        assert all(result["answer"] == query["context"][result["start"] : result["end"]] != "" for result in single)
+        assert [result["answer"] for result in single] == [result["answer"] for result in other]
 
 
 def test_context_of_ignored_characters_has_no_answer(answer: Any) -> None:

@@ -59,12 +59,12 @@ def test_scores_and_order_equal_pytorch(source: Path, artifact: Artifact) -> Non
     expected = logits(source, pairs)
     np.testing.assert_allclose(model.predict(pairs, batch_size=2), expected, atol=1e-5)
     assert model.predict(pairs[0]) == pytest.approx(expected[0], abs=1e-5)
-    found = model.predict(pairs, activation_fn=torch.sigmoid)
-    np.testing.assert_allclose(found, 1 / (1 + np.exp(-expected)), atol=1e-5)
+    scores = model.predict(pairs, activation_fn=torch.sigmoid)
+    np.testing.assert_allclose(scores, 1 / (1 + np.exp(-expected)), atol=1e-5)
     ranked = model.rank(QUERY, DOCUMENTS, top_k=3, return_documents=True)
-    assert [one["corpus_id"] for one in ranked] == np.argsort(-expected)[:3].tolist()
-    assert [one["text"] for one in ranked] == [DOCUMENTS[one["corpus_id"]] for one in ranked]
-    np.testing.assert_allclose([one["score"] for one in ranked], np.sort(expected)[::-1][:3], atol=1e-5)
+    assert [entry["corpus_id"] for entry in ranked] == np.argsort(-expected)[:3].tolist()
+    assert [entry["text"] for entry in ranked] == [DOCUMENTS[entry["corpus_id"]] for entry in ranked]
+    np.testing.assert_allclose([entry["score"] for entry in ranked], np.sort(expected)[::-1][:3], atol=1e-5)
 
 
 def test_ranking_metrics(source: Path, artifact: Artifact) -> None:
@@ -74,11 +74,13 @@ def test_ranking_metrics(source: Path, artifact: Artifact) -> None:
     order = np.argsort(-logits(source, [(QUERY, text) for text in DOCUMENTS])).tolist()
     best, worst = DOCUMENTS[order[0]], DOCUMENTS[order[-1]]
     for right, expected in ((best, 1.0), (worst, 1 / len(DOCUMENTS))):
-        rows = [{"query": QUERY, "positive": right, "negative": [one for one in DOCUMENTS if one != right]}]
-        found = accel.evaluate(artifact, rows, metric="mrr@10", against=source)
-        assert found.value == pytest.approx(expected)
-        assert found.comparison is not None
-        assert found.comparison.agreement == 1.0
+        rows = [
+            {"query": QUERY, "positive": right, "negative": [document for document in DOCUMENTS if document != right]}
+        ]
+        report = accel.evaluate(artifact, rows, metric="mrr@10", against=source)
+        assert report.value == pytest.approx(expected)
+        assert report.comparison is not None
+        assert report.comparison.agreement == 1.0
 
 
 def test_invalid_rankings_are_refused(artifact: Artifact, tiny_artifact: Callable[..., Artifact]) -> None:

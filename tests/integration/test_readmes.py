@@ -32,11 +32,11 @@ def test_text_generation_with_graph_in_subfolder(generator: Any, tmp_path: Path)
     model = ORTModelForCausalLM.from_pretrained(tmp_path / "repository", subfolder="onnx")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "repository")
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    found = pipe("where is my card", max_new_tokens=4, do_sample=False)
+    results = pipe("where is my card", max_new_tokens=4, do_sample=False)
 
     original = transformers.AutoModelForCausalLM.from_pretrained(model.artifact.manifest.source.id)
-    wanted = pipeline("text-generation", model=original, tokenizer=tokenizer)
-    assert found == wanted("where is my card", max_new_tokens=4, do_sample=False)
+    reference = pipeline("text-generation", model=original, tokenizer=tokenizer)
+    assert results == reference("where is my card", max_new_tokens=4, do_sample=False)
 
 
 def test_text_generation_with_openvino(generator: Any) -> None:
@@ -48,8 +48,8 @@ def test_text_generation_with_openvino(generator: Any) -> None:
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     results = pipe("where is my card", max_new_tokens=4, do_sample=False)
     original = transformers.AutoModelForCausalLM.from_pretrained(model.artifact.manifest.source.id)
-    wanted = pipeline("text-generation", model=original, tokenizer=tokenizer)
-    assert results == wanted("where is my card", max_new_tokens=4, do_sample=False)
+    reference = pipeline("text-generation", model=original, tokenizer=tokenizer)
+    assert results == reference("where is my card", max_new_tokens=4, do_sample=False)
 
 
 @pytest.mark.thorough
@@ -83,9 +83,9 @@ def test_model_is_quantized_while_loading(tiny_folder: Callable[..., Path], tmp_
     q_model.save_pretrained(save_dir)
     assert q_model.artifact.manifest.quantization.scheme == "static-int8"
     ids = torch.tensor([[2, 5, 3]])
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     again = OVModelForSequenceClassification.from_pretrained(save_dir)
-    torch.testing.assert_close(again(**given).logits, q_model(**given).logits)
+    torch.testing.assert_close(again(**inputs).logits, q_model(**inputs).logits)
 
 
 def _speech(folder: Path) -> None:
@@ -101,10 +101,10 @@ def test_whisper_is_quantized_with_a_data_set(tmp_path: Path, monkeypatch: pytes
     from accel.compat.optimum import OVModelForSpeechSeq2Seq, OVQuantizationConfig
 
     _speech(tmp_path)
-    asked = []
+    downloads = []
 
     def load_dataset(path: str, **settings: Any) -> Any:
-        asked.append((path, settings["data_dir"], settings["split"]))
+        downloads.append((path, settings["data_dir"], settings["split"]))
         waves = sorted(map(str, tmp_path.glob("*.wav")))
         rows = datasets.Dataset.from_dict({"audio": waves, "text": ["a"] * len(waves)})
         return rows.cast_column("audio", datasets.Audio(16_000)).to_iterable_dataset()
@@ -117,14 +117,14 @@ def test_whisper_is_quantized_with_a_data_set(tmp_path: Path, monkeypatch: pytes
     save_dir = tmp_path / "nncf_results"
     q_model.save_pretrained(save_dir)
 
-    assert asked == [("openslr/librispeech_asr", "clean", "validation")]
+    assert downloads == [("openslr/librispeech_asr", "clean", "validation")]
     again = OVModelForSpeechSeq2Seq.from_pretrained(save_dir)
     assert {session.compute_dtype for session in again.sessions.values()} == {"int8"}
     extractor = transformers.AutoFeatureExtractor.from_pretrained(model_id)
     _, samples = wavfile.read(tmp_path / "0.wav")
     features = extractor(samples, sampling_rate=16_000, return_tensors="pt").input_features
-    given = {"input_features": features, "decoder_input_ids": torch.tensor([[2, 5, 9]])}
-    wanted = transformers.WhisperForConditionalGeneration.from_pretrained(model_id)(**given).logits
+    inputs = {"input_features": features, "decoder_input_ids": torch.tensor([[2, 5, 9]])}
+    expected = transformers.WhisperForConditionalGeneration.from_pretrained(model_id)(**inputs).logits
     # The tolerance is for 8-bit weights and activations, and logits of up to 7.
-    difference = (again(**given).logits - wanted).abs().max()
-    assert 1e-3 < difference < 0.1 * wanted.abs().max()
+    difference = (again(**inputs).logits - expected).abs().max()
+    assert 1e-3 < difference < 0.1 * expected.abs().max()

@@ -63,7 +63,7 @@ def test_accelerated_model_releases_the_weights(restored: bool) -> None:
 def test_session_releases_the_weights(tmp_path: Path, backend: str) -> None:
     def tables() -> int:
         collect()
-        return sum(type(found) is torch.nn.Parameter and found.shape == (WORDS, SIZE) for found in gc.get_objects())
+        return sum(type(item) is torch.nn.Parameter and item.shape == (WORDS, SIZE) for item in gc.get_objects())
 
     save_tiny(tmp_path, "bert", vocab_size=WORDS, hidden_size=SIZE)
     assert tables() == 0

@@ -32,31 +32,31 @@ FEW = {"processes": 1, "rounds": 1, "calls": 1, "warmup": 0, "threads": 1}
 def hub(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Path], list[HubOptions]]:
     """Replace the Hub by local folders, and record the Hub options of each request."""
     folders: dict[str, Path] = {}
-    asked: list[HubOptions] = []
+    requests: list[HubOptions] = []
 
     def locate(name: Any, options: HubOptions, **_: Any) -> Location:
-        asked.append(options)
+        requests.append(options)
         folder = folders.get(str(name), Path(str(name)))
         return Location(str(name), folder, options.revision if str(name) in folders else None)
 
     monkeypatch.setattr(resolution, "locate", locate)
-    return folders, asked
+    return folders, requests
 
 
 class TestKinds:
     def test_artifact(self, tiny_artifact: Callable[..., Artifact]) -> None:
         for named in (tiny_artifact(), tiny_artifact().path, str(tiny_artifact().path)):
-            found = resolve(named)
-            assert (found.kind, found.task) == ("artifact", "text-classification")
-            assert found.artifact == tiny_artifact()
+            resolved = resolve(named)
+            assert (resolved.kind, resolved.task) == ("artifact", "text-classification")
+            assert resolved.artifact == tiny_artifact()
         model = accel.ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
         assert resolve(model).artifact == tiny_artifact()
 
     def test_weights(self, tiny_folder: Callable[..., Path]) -> None:
-        found = resolve(tiny_folder())
-        assert (found.kind, found.task) == ("weights", "text-classification")
-        assert found.has_weights
-        assert resolve(found) is found
+        resolved = resolve(tiny_folder())
+        assert (resolved.kind, resolved.task) == ("weights", "text-classification")
+        assert resolved.has_weights
+        assert resolve(resolved) is resolved
 
     def test_graph_is_preferred_to_weights(
         self, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact], tmp_path: Path
@@ -70,8 +70,8 @@ class TestKinds:
         assert resolve(both, weights=True).kind == "weights"
 
     def test_module(self) -> None:
-        found = resolve(tiny_model("bert"))
-        assert (found.kind, found.task) == ("module", "text-classification")
+        resolved = resolve(tiny_model("bert"))
+        assert (resolved.kind, resolved.task) == ("module", "text-classification")
         assert resolve(torch.nn.Linear(2, 2)).task == "custom"
 
     def test_folder_without_model_raises(self, tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ class TestKinds:
     def test_original_model_of_an_artifact(
         self, tiny_artifact: Callable[..., Artifact], tiny_folder: Callable[..., Path]
     ) -> None:
-        found = original(resolve(tiny_artifact()))
-        assert (found.kind, found.folder) == ("weights", tiny_folder())
+        resolved = original(resolve(tiny_artifact()))
+        assert (resolved.kind, resolved.folder) == ("weights", tiny_folder())
         with pytest.raises(ArtifactNotFoundError, match="does not record the PyTorch model"):
             original(resolve(tiny_model("bert")))
 
@@ -123,37 +123,37 @@ class TestHubArguments:
     """Every public function passes the Hub options to every request."""
 
     def test_pipeline(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
-        folders, asked = hub
+        folders, requests = hub
         folders["org/model"] = tiny_folder()
         accel.pipeline("text-classification", model="org/model", backend="pytorch", **HUB)
         accel.pipeline(model="org/model", backend="pytorch", **HUB)
-        assert asked
-        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
+        assert requests
+        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in requests)
 
     def test_evaluate(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
-        folders, asked = hub
+        folders, requests = hub
         folders["org/model"] = tiny_folder()
         accel.evaluate("org/model", ROWS, against="org/model", **HUB)
-        assert len(asked) == 2
-        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in asked)
+        assert len(requests) == 2
+        assert all((o.revision, o.token, o.trust_remote_code) == tuple(HUB.values()) for o in requests)
 
     @pytest.mark.thorough
     def test_benchmark(self, hub: Any, tiny_folder: Callable[..., Path]) -> None:
-        folders, asked = hub
+        folders, requests = hub
         folders["org/model"] = tiny_folder()
-        found = accel.benchmark("org/model", sequence=[5], **FEW, **HUB)
-        assert all(variant.error is None for variant in found.variants)
-        assert all((o.revision, o.token) == (HUB["revision"], HUB["token"]) for o in asked)
+        result = accel.benchmark("org/model", sequence=[5], **FEW, **HUB)
+        assert all(variant.error is None for variant in result.variants)
+        assert all((o.revision, o.token) == (HUB["revision"], HUB["token"]) for o in requests)
 
     def test_original_model_is_loaded_at_its_recorded_revision(
         self, hub: Any, tiny_artifact: Callable[..., Artifact], tmp_path: Path
     ) -> None:
-        folders, asked = hub
-        made = shutil.copytree(tiny_artifact().path, tmp_path / "made")
+        folders, requests = hub
+        copied = shutil.copytree(tiny_artifact().path, tmp_path / "made")
         folders["org/original"] = Path(tiny_artifact().manifest.source.id)  # type: ignore[union-attr]
-        edit_manifest(made, lambda values: values["source"].update(id="org/original", revision="f00"))
-        accel.evaluate(made, ROWS, against=True, token="hf_secret")
-        assert (asked[-1].revision, asked[-1].token) == ("f00", "hf_secret")
+        edit_manifest(copied, lambda values: values["source"].update(id="org/original", revision="f00"))
+        accel.evaluate(copied, ROWS, against=True, token="hf_secret")
+        assert (requests[-1].revision, requests[-1].token) == ("f00", "hf_secret")
 
 
 _CONFIG = """
@@ -216,9 +216,9 @@ class TestRemoteCode:
         assert classifier.from_pretrained(artifact.path, **trust).config.model_type == "strange"
         assert classifier.from_pretrained(strange, backend="pytorch", **trust).backend == "pytorch"
         assert accel.pipeline(model=artifact.path, **trust)("my card")
-        found = accel.evaluate(artifact, ROWS, against=True, **trust)
-        assert found.comparison is not None
-        assert found.comparison.agreement == 1.0
+        report = accel.evaluate(artifact, ROWS, against=True, **trust)
+        assert report.comparison is not None
+        assert report.comparison.agreement == 1.0
         assert accel.validate(artifact, hub=HubOptions(**trust)).passed
         timed = accel.benchmark(artifact, sequence=[5], **FEW, **trust)
         assert [variant.error for variant in timed.variants] == [None, None]
@@ -226,7 +226,7 @@ class TestRemoteCode:
     @pytest.mark.parametrize("backend", ["pytorch", "cpu"])
     @pytest.mark.thorough
     def test_tune_accepts_trust_remote_code(self, strange: Path, backend: str, tmp_path: Path) -> None:
-        made = accel.tune(
+        tuned = accel.tune(
             strange,
             tmp_path / "tuned",
             data=ROWS,
@@ -235,7 +235,7 @@ class TestRemoteCode:
             max_drop=100,
             trust_remote_code=True,
         )
-        assert made.winner.drop is not None
+        assert tuned.winner.drop is not None
 
 
 def test_foreign_engine_has_no_recorded_export(tiny_artifact: Callable[..., Artifact]) -> None:

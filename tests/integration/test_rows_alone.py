@@ -74,12 +74,12 @@ def test_special_tokens_are_inserted_between_other_tokens() -> None:
     ids = torch.arange(10, 40).reshape(3, 10)
     ids[1, 5:] = config.pad_token_id
     mask = (ids != config.pad_token_id).long()
-    found = capture.with_special_tokens({"input_ids": ids, "attention_mask": mask}, config)["input_ids"]
-    changed = found != ids
+    sequence = capture.with_special_tokens({"input_ids": ids, "attention_mask": mask}, config)["input_ids"]
+    changed = sequence != ids
     assert changed.sum(1).tolist() == [0, 1, 2]
     assert not changed[:, 0].any()
     assert not changed[1, 4:].any(), "neither the last token nor padding"
-    assert set(found[changed].tolist()) <= {config.eos_token_id, config.bos_token_id, config.pad_token_id}
+    assert set(sequence[changed].tolist()) <= {config.eos_token_id, config.bos_token_id, config.pad_token_id}
 
 
 def test_config_with_several_end_tokens(tmp_path: Path) -> None:
