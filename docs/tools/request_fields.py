@@ -39,15 +39,24 @@ def _named(names: list[str]) -> str:
 def render() -> str:
     """Return the Markdown table of the fields of all requests to the HTTP server."""
     bodies = {one.path: one.body for one in endpoints()}
-    lines = ["| path | supported | accepted, no effect | rejected |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| endpoint | supported fields | accepted fields without an effect | rejected fields |",
+        "| --- | --- | --- | --- |",
+    ]
     for path in PATHS:
         body = bodies[path]
         assert body is not None
         assert issubclass(body, Body)
         followed = [name for name in body.model_fields if name not in body.ignored]
         lines.append(f"| `{path}` | {_named(followed)} | {_named([*body.ignored])} | {_named([*body.refused])} |")
-    lines += ["", "| not supported | instead |", "| --- | --- |"]
-    lines += [f"| `{path}` | {remedy} |" for path, remedy in UNSUPPORTED.items()]
+    lines += [
+        "",
+        "The server does not have these endpoints of other servers:",
+        "",
+        "| endpoint | what to do instead |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{path}` | {remedy[0].upper()}{remedy[1:]} |" for path, remedy in UNSUPPORTED.items()]
     return "\n".join(["", *lines, "", ""])
 
 

@@ -16,6 +16,8 @@ from .cells import FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, ROWS, R
 
 TITLES = {"cpu": "ONNX Runtime", "openvino": "OpenVINO", "cuda": "GPU"}
 _MOST_OF_A_REASON = 220
+_COLOR = re.compile(r"\x1b?\[\d+m")
+"""Escape sequence of a terminal color."""
 _CLASS = re.compile(r"\b[A-Z]\w*?(?:For[A-Z]\w+|LMHeadModel|MTModel|Model)\b")
 
 SHORT = {"cpu": "ORT", "openvino": "OV", "cuda": "GPU"}
@@ -71,94 +73,106 @@ The int8 error of models with random weights is larger than the error of trained
 """
 _REASONS = """## Reasons
 
-This list contains the reasons why stages do not work. A reason begins with the error class. Its text can differ from the text that the
-current version of `accel` prints. "the model" replaces the name of the model class. Long texts end with "…".
+This list contains the reasons why stages do not work. A reason begins with the error class, followed by the error message of `accel`.
+The text "the model" replaces the name of the model class. Long messages end with "…".
 """
+_NOT_SPLIT = (
+    "accel cannot export the model for the task '{task}'. This task needs the model split into several graphs, and accel has no code "
+    "that splits this architecture."
+)
 _PLAIN_WORDS = (
     (
         r"After optimizing at (\w+): The result differs from the original by",
-        r"After the optimization \1, the outputs differ from the original outputs by",
+        r"Optimization at level \1 changed the outputs of the graph. The result differs from the original by",
     ),
-    (r"The result differs from the original by", "The outputs differ from the original outputs by"),
     (
-        r" in ('\w+') at (\{.*?\}); accepted is ([\w.+-]*\w)\.?",
-        r" in \1 with the input sizes \2; the largest allowed difference is \3.",
+        r"The result differs from the original by (\S+) in ('\w+') at (\{.*?\}); accepted is ([\w.+-]*\w)\.?",
+        r"The output \2 of the new graph differs from the original by \1 for inputs of the sizes \3. At most \4 is accepted.",
     ),
     (
         r"the model computes with the number that the axis ('\w+') of ('\w+') has in the trace \((\d+)\): the graph would serve "
         r"this size alone\.",
-        r"The exported graph would work only with the size \3 of the axis \1 of \2, because the model uses this size as a constant.",
+        r"The code of the model turns the size of the axis \1 of the input \2 into the constant \3, so the graph would accept only this "
+        r"size.",
     ),
     (
         r"(\w+(?: model)?) keeps ('\w+') between tokens, which is none of transformers' caches\.",
-        r"\1 stores \2 between tokens, which is not a KV cache of transformers.",
+        r"\1 cannot be exported for text generation. It keeps its state between tokens in the argument \2, and accel supports only "
+        r"transformers' Cache classes.",
     ),
     (
-        r"keeps a (\w+) between tokens, which cannot be put into a graph\.",
-        r"uses a \1, which cannot be part of a graph.",
+        r"(\w+(?: model)?) keeps a (\w+) between tokens, which cannot be put into a graph\.",
+        r"\1 cannot be exported for text generation, because accel cannot make graph inputs and outputs of its KV cache (\2).",
     ),
-    (r"the model takes a cache and returns none\.", "The model has a cache as an input and returns no cache."),
     (
-        r"the model is no VITS, of whose parts graphs are made\.",
-        "The model does not have the structure of VITS, the only supported architecture of this type.",
+        r"the model takes a cache and returns none\.",
+        "The model has an argument for the KV cache, but it returned no KV cache for use_cache=True.",
     ),
+    (r"the model is no VITS, of whose parts graphs are made\.", _NOT_SPLIT.format(task="text-to-audio")),
     (
         r"the model has other parts than SAM and SAM-HQ, of which graphs are made\.",
-        "The model does not have the structure of SAM or SAM-HQ, the only supported architectures of this type.",
+        _NOT_SPLIT.format(task="mask-generation"),
     ),
     (
         r"the model decides by the values of its tensors what to compute \((.*?)\); a graph computes the same for all values\.",
-        r"The code of the model has a branch that depends on the values of a tensor (\1), which a graph cannot contain.",
+        r"The model cannot be exported, because its code takes different branches for different tensor values (\1). A graph has only "
+        r"one branch.",
     ),
     (
-        r"(?:Nothing|No layer) is left to quantize: the graph has no "
-        r"(?:product with a constant|matrix product with constant weights \(MatMul, Gemm\))\.",
-        "The graph contains no matrix product with a constant weight, so there is nothing to quantize.",
+        r"Nothing is left to quantize: the graph has no product with a constant\.",
+        "No layer is left to quantize: the graph has no matrix product with constant weights (MatMul, Gemm).",
     ),
     (
         r"The mask leaves out tokens between others; this model's sliding window counts them\.",
-        "The mask has padding between tokens, which a model with a sliding window does not support.",
+        "The attention mask masks tokens between other tokens of a row. This model has a sliding window, which would then cover the "
+        "wrong tokens.",
     ),
     (
-        r"The inputs have (\d+) along the axis ('\w+'); the model has positions for (\d+)\.",
-        r"The axis \2 of the inputs has the size \1; the maximum size of the model is \3.",
+        r"The inputs have (\d+) along the axis ('\w+'); the model has positions for (\d+)\.?",
+        r"The inputs are too long: the axis \2 has the size \1, and the model has positions for only \3.",
     ),
     (
         r"('\w+') has (\d+) tokens; the graph reads (\d+): the model computes longer texts in blocks, which would be another graph\.",
-        r"\1 has \2 tokens; the graph supports at most \3 tokens, because the model splits longer texts into blocks.",
+        r"\1 has \2 tokens per row, but the graph supports at most \3. The model computes longer texts in blocks, which the exported "
+        r"graph does not contain.",
     ),
     (
-        r"A sound of (\d+) frames came; the model has positions for (\d+)\.",
-        r"The audio input has \1 frames; the maximum of the model is \2 frames.",
+        r"A sound of (\d+) frames came; the model has positions for (\d+)\.?",
+        r"input_features has \1 spectrogram frames, but the model supports at most \2 frames per recording.",
     ),
     (
         r"the model is an encoder and a decoder; a model for ([\w-]+) is a decoder alone\.",
-        r"The model is an encoder-decoder; models for \1 must be decoders.",
+        r"The model cannot be exported for the task '\1'. The task requires a decoder without an encoder. The model has an encoder and a "
+        r"decoder.",
     ),
     (
         r"The images in the prompts of the model attend in both directions, where its token_type_ids say so; a graph attends in "
         r"causal order\.",
-        "The model uses bidirectional attention for image tokens, and the exported graph supports only causal attention.",
+        "The model cannot be exported for the task 'image-text-to-text'. It computes bidirectional attention between the image tokens of "
+        "a prompt (input token_type_ids), and accel's decoder graphs compute causal attention only.",
     ),
     (
         r"No inputs can be made for the model: it generates from ('\w+'), and generating models are exported that read (.*), or "
         r"sounds as Whisper.*",
-        r"accel cannot create inputs for the model: it reads \1. Supported inputs of models that generate tokens are \2, and the "
-        r"audio inputs of Whisper, Moonshine and similar models.",
+        r"The model cannot be exported for generation, because its main input is \1. accel exports generating models with the main input "
+        r"'input_ids', 'pixel_values' or 'flattened_patches', and the audio models Whisper, Moonshine and Speech2Text.",
     ),
     (
         r"The graph in (\S+) returns (\[.*?\]) and no logits; a model for ([\w-]+) returns logits with (\d+)( axes)?\.?",
-        r"The graph in \1 returns \2 and no logits; a model for \3 must return logits with \4 axes.",
+        r"The graph in \1 does not fit the task '\3': it returns \2 and no output 'logits', but a model for the task '\3' returns "
+        r"'logits' with \4 axes.",
     ),
     (
         r"The graph in (\S+) returns logits with (\d+) axes; a model for ([\w-]+) returns logits with (\d+)( axes)?\.?",
-        r"The graph in \1 returns logits with \2 axes; a model for \3 must return logits with \4 axes.",
+        r"The graph in \1 does not fit the task '\3': it returns 'logits' with \2 axes, but a model for the task '\3' returns 'logits' "
+        r"with \4 axes.",
     ),
     (
         r"the model itself fails on (\d+) rows of (\d+) tokens",
-        r"The PyTorch model raises an error for \1 rows of \2 tokens",
+        r"The PyTorch model failed on an input of \1 rows and \2 tokens",
     ),
-    (r"the model cannot be traced", "The model cannot be exported"),
+    (r"\bONNX Runtime failed( on the GPU)? on inputs \{", r"ONNX Runtime\1 failed on inputs of the shapes {"),
+    (r"the model cannot be traced", "torch.export or transformers failed to trace the model"),
     (
         r"^the small model has (\d+) million weights",
         r"the smallest model that the program can build is too large: it has \1 million weights",
@@ -177,7 +191,7 @@ _PLAIN_WORDS = (
     (r"^does not answer on (.*?) in PyTorch", r"PyTorch raises an error for the inputs \1"),
     (r"\bNotShrinkable: (\w+):", r"the program cannot create a small \1:"),
 )
-"""Patterns of recorded error messages, each with its replacement in the pages."""
+"""Patterns of error messages that older versions recorded, each with the message that the current version raises."""
 _TABLE = """<div id="models" data-source="assets/models.json"><p>This table needs JavaScript.</p></div>
 <script src="../assets/models.js"></script>
 """
@@ -383,7 +397,7 @@ class _Reasons:
 
     def number(self, cell: Cell) -> int:
         """Return the number of a result's reason."""
-        text = _CLASS.sub("the model", cell.reason)
+        text = _CLASS.sub("the model", _COLOR.sub("", cell.reason))
         text = re.sub(r"\b(a|an|A|An) the model", "the model", text)
         text = re.sub(r"\bid:\d+", "id:…", text)  # ids of nodes differ from model to model
         text = text if len(text) <= _MOST_OF_A_REASON else text[:_MOST_OF_A_REASON].rstrip() + " …"

@@ -9,14 +9,14 @@ from ...errors import did_you_mean
 from .replies import ErrorShape, HttpError, error_text, message_error, plain_error, text_error
 
 UNSUPPORTED = {
-    "/embed_all": "send token ids to /v2/models/NAME/infer, which returns the graph's output for each token.",
-    "/embed_sparse": "use /embed: this server does not compute sparse embeddings.",
-    "/predict": "use /classify, which accepts `top_k` and `function_to_apply`.",
-    "/similarity": "use /embed, and compute the dot product of two embeddings: it is their cosine similarity.",
-    "/decode": "decode the tokens with the model's tokenizer.",
-    "/info": "use /v1/models, or /v2/models/NAME.",
-    "/v2/chat": "use /v1/chat/completions with an OpenAI client.",
-    "/v1/responses": "use /v1/chat/completions.",
+    "/embed_all": "send token ids to `/v2/models/NAME/infer`, which returns the model's output for each token.",
+    "/embed_sparse": "use `/embed`, which returns dense embeddings; this server does not compute sparse embeddings.",
+    "/predict": "use `/classify`, which returns labels with scores.",
+    "/similarity": "use `/embed`, and compute the dot product of two embeddings, which is equal to their cosine similarity.",
+    "/decode": "decode the token ids in the client, with the tokenizer of the model.",
+    "/info": "use `/v1/models` for the list of models, or `/v2/models/NAME` for the inputs and outputs of one model.",
+    "/v2/chat": "use `/v1/chat/completions` with an OpenAI client.",
+    "/v1/responses": "use `/v1/chat/completions`.",
 }
 """Advice for each path of another API that is not supported."""
 _COHERE = re.compile(r"/v[12]/(chat|embed|rerank|tokenize|detokenize)\Z")
