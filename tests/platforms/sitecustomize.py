@@ -115,13 +115,13 @@ def _files_of_windows() -> None:
     filelock.FileLock = Lock  # type: ignore[misc]
 
     def is_open(path: Any) -> bool:
-        whole = os.path.realpath(path)
+        real_path = os.path.realpath(path)
         for number in real["listdir"]("/proc/self/fd"):
             try:
-                held = real["readlink"](f"/proc/self/fd/{number}")
+                target = real["readlink"](f"/proc/self/fd/{number}")
             except OSError:
                 continue
-            if held == whole or held.startswith(whole + os.sep):
+            if target == real_path or target.startswith(real_path + os.sep):
                 return True
         return False
 

@@ -36,7 +36,7 @@ TEXTS = ["where is my card", "help", "my top up failed and nobody answers", "rat
 
 @pytest.fixture(scope="module")
 def models(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> dict[str, str]:
-    folder = shared("generator-llama", lambda made: save_generator(made, "llama"))
+    folder = shared("generator-llama", lambda out: save_generator(out, "llama"))
     return {"labels": str(tiny_folder("bert", "text-classification")), "writer": str(folder)}
 
 
@@ -49,7 +49,7 @@ def ray() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def url(ray: Any, models: dict[str, str]) -> Iterator[str]:
     """Start a server with two replicas and yield its URL."""
-    found: list[str] = []
+    addresses: list[str] = []
     ready, until = threading.Event(), threading.Event()
     failed: list[Exception] = []
 
@@ -61,7 +61,7 @@ def url(ray: Any, models: dict[str, str]) -> Iterator[str]:
                 Replicas(count="2", cpus=0.2),
                 port=0,
                 until=until,
-                on_ready=lambda one: (found.append(one), ready.set()),
+                on_ready=lambda address: (addresses.append(address), ready.set()),
             )
         except Exception as error:  # noqa: BLE001  # the fixture reports it
             failed.append(error)
@@ -72,7 +72,7 @@ def url(ray: Any, models: dict[str, str]) -> Iterator[str]:
     try:
         assert ready.wait(300)
         assert not failed, failed
-        yield found[0]
+        yield addresses[0]
     finally:
         until.set()
         thread.join(120)
@@ -94,7 +94,7 @@ def test_results_equal_the_engines(url: str, models: dict[str, str]) -> None:
     status, body = post(f"{url}/classify", {"inputs": TEXTS})
     assert status == 200
     assert json.loads(body) == [
-        {"label": one["label"], "score": pytest.approx(one["score"], abs=1e-6)} for one in expected
+        {"label": answer["label"], "score": pytest.approx(answer["score"], abs=1e-6)} for answer in expected
     ]
     status, body = post(f"{url}/generate", {"inputs": TEXTS[0], "max_new_tokens": 6})
     events = [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
@@ -128,26 +128,26 @@ def test_callers_can_retry_if_a_replica_is_killed(url: str, ray: Any) -> None:
                 answers.append(0)
 
     callers = [threading.Thread(target=call) for _ in range(4)]
-    for one in callers:
-        one.start()
+    for thread in callers:
+        thread.start()
     try:
         _until(lambda: len(answers) > 40)
         before = _replicas(ray)
         assert len(before) == 2
         ray.kill(ray.get_actor(before[0], namespace="serve"), no_restart=True)
         _until(lambda: len(set(_replicas(ray)) - {before[0]}) == 2)
-        seen = len(answers)
-        _until(lambda: len(answers) > seen + 40)
+        answered = len(answers)
+        _until(lambda: len(answers) > answered + 40)
     finally:
         end.set()
-        for one in callers:
-            one.join(60)
+        for thread in callers:
+            thread.join(60)
     assert set(answers) == {1}, f"tried again after {tries}"
 
 
 def _replicas(ray: Any) -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(one["name"] for one in named if one["name"].startswith("SERVE_REPLICA"))
+    return sorted(actor["name"] for actor in named if actor["name"].startswith("SERVE_REPLICA"))
 
 
 def _until(done: Callable[[], bool]) -> None:
@@ -185,10 +185,10 @@ def test_batch_equals_one_process_and_continues(ray: Any, models: dict[str, str]
     (tmp_path / "there" / "rows-000000000016-000000000023.parquet").unlink()
     done = batch_on_ray(models["labels"], rows, tmp_path / "there", cpus=0.2, **arguments)
     assert (done.rows, done.computed, done.parts) == (40, 8, 5)
-    here, there = table(tmp_path / "here"), table(tmp_path / "there")
-    assert there["row"] == here["row"] == list(range(40))
-    assert there["label"] == here["label"]
-    assert there["score"] == pytest.approx(here["score"], abs=1e-6)
+    local_table, ray_table = table(tmp_path / "here"), table(tmp_path / "there")
+    assert ray_table["row"] == local_table["row"] == list(range(40))
+    assert ray_table["label"] == local_table["label"]
+    assert ray_table["score"] == pytest.approx(local_table["score"], abs=1e-6)
 
 
 def test_invalid_row_is_named(ray: Any, models: dict[str, str], tmp_path: Path) -> None:

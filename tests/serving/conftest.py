@@ -56,18 +56,18 @@ def send_binary(client: TestClient, path: str, *tensors: tuple[str, str, list[in
     return client.post(path, content=content, headers={"Inference-Header-Content-Length": str(len(head))})
 
 
-def close(found: Any, expected: Any) -> bool:
+def close(actual: Any, expected: Any) -> bool:
     """Return whether two results have equal structure and equal texts, and numbers that differ by at most 1e-4.
 
     Numbers may differ, because rounding in a batch differs from rounding in a single row.
     """
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(close(found[k], expected[k]) for k in expected)
+        return actual.keys() == expected.keys() and all(close(actual[k], expected[k]) for k in expected)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(close(a, b) for a, b in zip(found, expected, strict=True))
+        return len(actual) == len(expected) and all(close(a, b) for a, b in zip(actual, expected, strict=True))
     if isinstance(expected, float | np.floating | np.ndarray):
-        return bool(np.allclose(found, expected, atol=1e-4))
-    return type(found) is type(expected) and bool(found == expected)
+        return bool(np.allclose(actual, expected, atol=1e-4))
+    return type(actual) is type(expected) and bool(actual == expected)
 
 
 @pytest.fixture(scope="session")
@@ -75,18 +75,18 @@ def served(tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Cal
     """Return a function that opens the model of a task. The `pytorch` backend runs the models, because these tests need
     no export.
     """
-    made: dict[str, accel.ORTModel] = {}
+    models: dict[str, accel.ORTModel] = {}
 
-    own = {"rank": save_ranker, "zero-shot-classification": save_judge, "chat": save_chat}
+    savers = {"rank": save_ranker, "zero-shot-classification": save_judge, "chat": save_chat}
 
     def get(task: str) -> accel.ORTModel:
-        if task not in made:
-            folder = shared(f"served-{task}", own[task]) if task in own else tiny_folder("bert", task)
+        if task not in models:
+            folder = shared(f"served-{task}", savers[task]) if task in savers else tiny_folder("bert", task)
             # Pass the task explicitly, because the default task of the model class for sentence-similarity is
             # feature-extraction.
-            named = None if task in own else task
-            made[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
-        return made[task]
+            named = None if task in savers else task
+            models[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
+        return models[task]
 
     return get
 

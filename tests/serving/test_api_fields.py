@@ -28,7 +28,7 @@ FIELDS: Mapping[str, list[str]] = {
     if path not in UNSUPPORTED
 }
 CASES = [(path, field) for path, fields in FIELDS.items() for field in fields]
-BODIES = {one.path: one.body for one in endpoints() if one.body is not None}
+BODIES = {endpoint.path: endpoint.body for endpoint in endpoints() if endpoint.body is not None}
 LONG = "card " * 120 + "bank"
 """A text with more than the 94 tokens that the models accept; its last word differs from the other words."""
 
@@ -143,8 +143,8 @@ def client(shared: Callable[..., Path], served: Callable[[str], accel.ORTModel])
         shared("fields-vectors", vectors), backend="pytorch", task="sentence-similarity"
     )
     models = {"vectors": embedder, "scores": served("rank"), "chat": served("chat")}
-    with TestClient(create_app(accel.Engine(models))) as made:
-        yield made
+    with TestClient(create_app(accel.Engine(models))) as test_client:
+        yield test_client
 
 
 def model_of(path: str) -> str:
@@ -164,7 +164,7 @@ def plain(answer: Any) -> Any:
     return {k: v for k, v in answer.items() if k not in ("id", "created")} if isinstance(answer, dict) else answer
 
 
-def told(answer: Any) -> str:
+def error_text(answer: Any) -> str:
     """Return the error text of a response, as a client of the API shows it."""
     values = answer.json()
     error = values.get("error", values.get("message"))
@@ -176,7 +176,7 @@ def test_each_field_changes_the_response_or_is_refused(path: str, field: str, cl
     if field == "model":
         ask(client, path)
         answer = client.post(path, json={**BASE[path], "model": "other"})
-        assert (answer.status_code, "'other'" in told(answer)) == (404, True)
+        assert (answer.status_code, "'other'" in error_text(answer)) == (404, True)
         return
     value = SENT.get(f"{field} {path}", SENT.get(field))
     along = ALONG.get((path, field), {})
@@ -188,7 +188,7 @@ def test_each_field_changes_the_response_or_is_refused(path: str, field: str, cl
     answer = client.post(path, json=body)
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500
-        text = told(answer)
+        text = error_text(answer)
         assert f"`{field}`" in text or f"`{field}[" in text or f"`{field}." in text
         remedy = {**declared.remedies, **declared.refused}[field]  # type: ignore[attr-defined, union-attr]
         assert text.endswith(f"Fix: {remedy}")
@@ -200,16 +200,16 @@ def test_each_field_changes_the_response_or_is_refused(path: str, field: str, cl
 
 
 def vector(client: TestClient, path: str, **body: Any) -> Any:
-    found = ask(client, path, **body)
+    answer = ask(client, path, **body)
     if path == "/embed":
-        return np.array(found[0])
-    return np.array(found["data"][0]["embedding"] if path == "/v1/embeddings" else found["embeddings"]["float"][0])
+        return np.array(answer[0])
+    return np.array(answer["data"][0]["embedding"] if path == "/v1/embeddings" else answer["embeddings"]["float"][0])
 
 
 def reduced(client: TestClient, path: str, field: str) -> None:
-    whole, part = vector(client, path), vector(client, path, **{field: 8})
+    full, part = vector(client, path), vector(client, path, **{field: 8})
     assert part.shape == (8,)
-    assert np.allclose(part, whole[:8] / np.linalg.norm(whole[:8]), atol=1e-5)
+    assert np.allclose(part, full[:8] / np.linalg.norm(full[:8]), atol=1e-5)
 
 
 def prompted(client: TestClient, path: str, **body: Any) -> None:
@@ -232,43 +232,45 @@ def cut(client: TestClient, path: str, left: Any, refused: Any) -> None:
     )
     answer = client.post(path, json={**BASE[path], **body(LONG), **refused})
     assert answer.status_code == 422
-    assert "123 tokens, but the model accepts at most 94" in told(answer)
+    assert "123 tokens, but the model accepts at most 94" in error_text(answer)
 
 
 def tokens_as_texts(client: TestClient) -> None:
     (row,) = client.post("/tokenize", json={"model": "vectors", "inputs": "my card"}).json()
-    ids = [one["id"] for one in row]
-    for given in (ids, [ids]):
+    ids = [token["id"] for token in row]
+    for tokens in (ids, [ids]):
         assert np.allclose(
-            vector(client, "/v1/embeddings", input=given), vector(client, "/v1/embeddings", input="my card"), atol=1e-5
+            vector(client, "/v1/embeddings", input=tokens), vector(client, "/v1/embeddings", input="my card"), atol=1e-5
         )
 
 
 def encoded(client: TestClient) -> None:
-    found = ask(client, "/v1/embeddings", encoding_format="base64")["data"][0]["embedding"]
-    assert np.allclose(np.frombuffer(base64.b64decode(found), "<f4"), vector(client, "/v1/embeddings"), atol=1e-6)
+    text = ask(client, "/v1/embeddings", encoding_format="base64")["data"][0]["embedding"]
+    assert np.allclose(np.frombuffer(base64.b64decode(text), "<f4"), vector(client, "/v1/embeddings"), atol=1e-6)
 
 
 def encoded_twice(client: TestClient) -> None:
-    found = ask(client, "/v2/embed", embedding_types=["float", "base64"])["embeddings"]
-    assert np.allclose(np.frombuffer(base64.b64decode(found["base64"][0]), "<f4"), found["float"][0], atol=1e-6)
+    embeddings = ask(client, "/v2/embed", embedding_types=["float", "base64"])["embeddings"]
+    assert np.allclose(
+        np.frombuffer(base64.b64decode(embeddings["base64"][0]), "<f4"), embeddings["float"][0], atol=1e-6
+    )
 
 
 def not_normalized(client: TestClient) -> None:
-    whole = vector(client, "/embed", normalize=False)
-    assert abs(np.linalg.norm(whole) - 1) > 0.1
-    assert np.allclose(whole / np.linalg.norm(whole), vector(client, "/embed"), atol=1e-5)
+    embedding = vector(client, "/embed", normalize=False)
+    assert abs(np.linalg.norm(embedding) - 1) > 0.1
+    assert np.allclose(embedding / np.linalg.norm(embedding), vector(client, "/embed"), atol=1e-5)
 
 
 def scores_of_pairs(client: TestClient) -> None:
-    raw = {one["index"]: one["score"] for one in ask(client, "/rerank", raw_scores=True)}
-    for one in ask(client, "/rerank"):
-        assert torch.tensor(raw[one["index"]]).sigmoid().item() == pytest.approx(one["score"], abs=1e-5)
+    raw = {entry["index"]: entry["score"] for entry in ask(client, "/rerank", raw_scores=True)}
+    for entry in ask(client, "/rerank"):
+        assert torch.tensor(raw[entry["index"]]).sigmoid().item() == pytest.approx(entry["score"], abs=1e-5)
 
 
 def documents_not_cut(client: TestClient) -> None:
     answer = client.post("/rerank", json={**BASE["/rerank"], "truncate": False})
-    assert "Text 1 has 125 tokens, but the model accepts at most 94" in told(answer)
+    assert "Text 1 has 125 tokens, but the model accepts at most 94" in error_text(answer)
     assert ask(client, "/rerank", truncate=True) == ask(client, "/rerank")
 
 
@@ -292,24 +294,26 @@ CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
 
 def test_every_test_value_belongs_to_a_field() -> None:
     names = {field for _, field in CASES}
-    assert {one.split()[0] for one in SENT} <= names
-    assert names - {"model"} <= {one.split()[0] for one in SENT}
+    assert {name.split()[0] for name in SENT} <= names
+    assert names - {"model"} <= {name.split()[0] for name in SENT}
 
 
 @pytest.mark.parametrize("path", UNSUPPORTED)
 def test_unserved_paths_name_a_replacement(path: str, client: TestClient) -> None:
     answer = client.request("GET" if path == "/info" else "POST", path, json={})
     assert answer.status_code == 501
-    assert told(answer) == f"This server does not support the path {path}. Fix: {UNSUPPORTED[path]}"
+    assert error_text(answer) == f"This server does not support the path {path}. Fix: {UNSUPPORTED[path]}"
 
 
 @pytest.mark.parametrize("path", ["/v1/images/generations", "/v1/audio/speech", "/v1/rerank", "/embedd", "/v2/parse"])
 def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
     answer = client.post(path, json={})
     assert answer.status_code == 404
-    assert "/embed" in told(answer) or "/v1/embeddings" in told(answer) or "/v2/rerank" in told(answer)
-    assert "/ner" not in told(answer), "no model of the server supports this path"
-    assert "/qa" not in told(answer)
+    assert (
+        "/embed" in error_text(answer) or "/v1/embeddings" in error_text(answer) or "/v2/rerank" in error_text(answer)
+    )
+    assert "/ner" not in error_text(answer), "no model of the server supports this path"
+    assert "/qa" not in error_text(answer)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +330,7 @@ def test_unknown_paths_list_known_paths(path: str, client: TestClient) -> None:
 def test_invalid_token_ids_are_refused(tokens: Any, words: str, client: TestClient) -> None:
     answer = client.post("/v1/embeddings", json={"input": tokens})
     assert answer.status_code == 422
-    assert words in told(answer)
+    assert words in error_text(answer)
 
 
 def test_errors_have_the_format_of_each_api(client: TestClient) -> None:
@@ -341,8 +345,8 @@ def test_errors_have_the_format_of_each_api(client: TestClient) -> None:
 
 def test_unknown_prompt_name_lists_known_names(client: TestClient) -> None:
     answer = client.post("/embed", json={"inputs": "card", "prompt_name": "qery"})
-    assert "'qery'" in told(answer)
-    assert "query, passage" in told(answer)
+    assert "'qery'" in error_text(answer)
+    assert "query, passage" in error_text(answer)
 
 
 @pytest.mark.parametrize(
@@ -368,16 +372,16 @@ def test_unknown_prompt_name_lists_known_names(client: TestClient) -> None:
 def test_invalid_body_is_described_in_one_sentence(path: str, body: Any, sentence: str, client: TestClient) -> None:
     answer = client.post(path, json=body)
     assert answer.status_code == 422
-    assert told(answer).startswith(sentence), told(answer)
+    assert error_text(answer).startswith(sentence), error_text(answer)
 
 
 WRONG = (3, -1.5, True, "", "x", [], [3], [[]], [None], {}, {"a": [1]}, None)
 _OURS = ("Input should", "pydantic", "constrained", "function-", "str]", "list[", "valid string", "type=")
 
 
-@pytest.mark.parametrize("path", sorted({one.path for one in endpoints() if one.body is not None}))
+@pytest.mark.parametrize("path", sorted({item.path for item in endpoints() if item.body is not None}))
 def test_errors_do_not_quote_pydantic(path: str, client: TestClient) -> None:
-    (endpoint,) = (one for one in endpoints() if one.path == path)
+    (endpoint,) = (item for item in endpoints() if item.path == path)
     url = path.replace("{model}", "scores").replace("{version}", "1")
     assert endpoint.body is not None
     for field in endpoint.body.model_fields:
@@ -385,5 +389,5 @@ def test_errors_do_not_quote_pydantic(path: str, client: TestClient) -> None:
             answer = client.post(url, json={**endpoint.example, field: value})
             assert answer.status_code < 500, (field, value, answer.text)
             if answer.status_code == 422:
-                text = told(answer)
+                text = error_text(answer)
                 assert not any(word in text for word in _OURS), (field, value, text)

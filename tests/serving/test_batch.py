@@ -46,8 +46,8 @@ def model(served: Callable[[str], accel.ORTModel]) -> accel.ORTModel:
 
 
 def read(folder: Path) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = parquet.read_table(folder).to_pydict()
-    return found
+    columns: dict[str, list[Any]] = parquet.read_table(folder).to_pydict()
+    return columns
 
 
 PAIRED = {"text-classification": {"text": TEXTS[0], "text_pair": TEXTS[1]}}
@@ -55,30 +55,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Callable[[Any], dict
     # For each operation, the table has the task of the model, a row of the data, options, and a function that converts
     # the engine's result to output columns.
     "text-classification": (
-        "text-classification", {"text": TEXTS[0]}, {}, lambda one: {"label": one[0]["label"], "score": one[0]["score"]},
+        "text-classification", {"text": TEXTS[0]}, {}, lambda result: {"label": result[0]["label"], "score": result[0]["score"]},
     ),
     "token-classification": (
         "token-classification", {"text": TEXTS[0]}, {},
-        lambda one: {"entities": [{key: part[key] for key in ("entity", "score", "word", "start", "end")} for part in one]},
+        lambda result: {"entities": [{key: part[key] for key in ("entity", "score", "word", "start", "end")} for part in result]},
     ),
     "question-answering": ("question-answering", {"question": TEXTS[1], "context": TEXTS[2]}, {}, dict),
     "zero-shot-classification": (
         "zero-shot-classification", {"text": TEXTS[0]}, {"candidate_labels": ["bank", "sport"]},
-        lambda one: {"label": one["labels"][0], "score": one["scores"][0], "labels": one["labels"], "scores": one["scores"]},
+        lambda result: {"label": result["labels"][0], "score": result["scores"][0], "labels": result["labels"], "scores": result["scores"]},
     ),
     "fill-mask": (
         "fill-mask", {"text": "where is my [MASK]"}, {"top_k": 2},
-        lambda one: {"fills": [{"mask": 0, **{key: part[key] for key in ("token_str", "token", "score")}} for part in one]},
+        lambda result: {"fills": [{"mask": 0, **{key: part[key] for key in ("token_str", "token", "score")}} for part in result]},
     ),
-    "embed": ("sentence-similarity", {"text": TEXTS[0]}, {"normalize_embeddings": True}, lambda one: {"embedding": one}),
-    "feature-extraction": ("sentence-similarity", {"text": TEXTS[0]}, {}, lambda one: {"features": one[0]}),
+    "embed": ("sentence-similarity", {"text": TEXTS[0]}, {"normalize_embeddings": True}, lambda result: {"embedding": result}),
+    "feature-extraction": ("sentence-similarity", {"text": TEXTS[0]}, {}, lambda result: {"features": result[0]}),
     "rank": (
         "rank", {"query": TEXTS[0], "documents": TEXTS[1:]}, {},
-        lambda one: {"scores": [part["score"] for part in sorted(one, key=lambda part: part["corpus_id"])]},
+        lambda result: {"scores": [part["score"] for part in sorted(result, key=lambda part: part["corpus_id"])]},
     ),
     "tokenize": (
         "text-classification", {"text": TEXTS[0]}, {},
-        lambda one: {"ids": [part["id"] for part in one[0]], "tokens": [part["text"] for part in one[0]]},
+        lambda result: {"ids": [part["id"] for part in result[0]], "tokens": [part["text"] for part in result[0]]},
     ),
 }  # fmt: skip
 
@@ -97,38 +97,38 @@ def test_results_of_each_operation_equal_the_engines(
         if operation == "rank":
             inputs = (row["query"], row["documents"])
         expected = columns(engine.run(inputs, operation=operation, **options))
-    found = parquet.read_table(tmp_path / "out").to_pylist()
+    results = parquet.read_table(tmp_path / "out").to_pylist()
     assert (done.operation, done.rows, done.broken) == (operation, 2, 0)
-    for one, number in zip(found, (0, 1), strict=True):
-        assert (one.pop("row"), one.pop("error")) == (number, None)
-        assert set(one) == set(expected)
-        for name, value in one.items():
+    for result, number in zip(results, (0, 1), strict=True):
+        assert (result.pop("row"), result.pop("error")) == (number, None)
+        assert set(result) == set(expected)
+        for name, value in result.items():
             _assert_close(value, expected[name])
 
 
-def _assert_close(found: Any, expected: Any) -> None:
-    if isinstance(found, list) and found and isinstance(found[0], dict):
-        for one, other in zip(found, expected, strict=True):
-            for key in one:
-                _assert_close(one[key], other[key])
-    elif isinstance(found, float | list) and not (isinstance(found, list) and found and isinstance(found[0], str)):
+def _assert_close(actual: Any, expected: Any) -> None:
+    if isinstance(actual, list) and actual and isinstance(actual[0], dict):
+        for item, other in zip(actual, expected, strict=True):
+            for key in item:
+                _assert_close(item[key], other[key])
+    elif isinstance(actual, float | list) and not (isinstance(actual, list) and actual and isinstance(actual[0], str)):
         # The engine and the offline run put the rows into different batches, so float32 sums are rounded differently.
-        np.testing.assert_allclose(np.array(found), np.array(expected), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(np.array(actual), np.array(expected), rtol=1e-4, atol=1e-5)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def test_generated_rows_equal_single_generations(shared: Callable[..., Path], tmp_path: Path) -> None:
-    folder = shared("generator-llama", lambda made: save_generator(made, "llama"))
+    folder = shared("generator-llama", lambda out: save_generator(out, "llama"))
     model = accel.ORTModel.from_pretrained(folder, backend="pytorch")
     options = {"max_new_tokens": 5}
     batch(model, rows_file(tmp_path / "rows.jsonl", 6), tmp_path / "out", options=options, rows_a_part=4)
-    found = read(tmp_path / "out")
+    columns = read(tmp_path / "out")
     with accel.GenerationEngine(model) as engine:
         alone = [engine(f"{TEXTS[i % 5]} {i}", accel.GenerationOptions(max_new_tokens=5)).text for i in range(6)]
     model.close()
-    assert found["text"] == alone
-    assert found["new_tokens"] == [5] * 6
+    assert columns["text"] == alone
+    assert columns["new_tokens"] == [5] * 6
 
 
 def test_text_pairs_and_several_labels(model: accel.ORTModel, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_text_pairs_and_several_labels(model: accel.ORTModel, tmp_path: Path) ->
     with Engine(model) as engine:
         expected = engine.run({"text": "help", "text_pair": "where is my card"}, top_k=2)
     (labels,) = read(tmp_path / "out")["labels"]
-    assert [one["label"] for one in labels] == [one["label"] for one in expected]
+    assert [label["label"] for label in labels] == [label["label"] for label in expected]
     _assert_close(labels, expected)
 
 
@@ -148,8 +148,8 @@ def test_output_files_contain_rows_in_order_with_kept_columns(
     done = batch(model, rows, tmp_path / "out", rows_a_part=8, keep=["id"], format="jsonl")
     names = sorted(path.name for path in (tmp_path / "out").glob("rows-*"))
     assert names == [f"rows-{a:012d}-{b:012d}.jsonl" for a, b in ((0, 7), (8, 15), (16, 19))]
-    found = [json.loads(line) for name in names for line in (tmp_path / "out" / name).read_text().splitlines()]
-    assert [(one["row"], one["id"]) for one in found] == [(i, f"n{i}") for i in range(20)]
+    results = [json.loads(line) for name in names for line in (tmp_path / "out" / name).read_text().splitlines()]
+    assert [(result["row"], result["id"]) for result in results] == [(i, f"n{i}") for i in range(20)]
     assert (done.rows, done.computed, done.parts) == (20, 20, 3)
 
 
@@ -171,9 +171,9 @@ def test_only_missing_parts_are_computed(model: accel.ORTModel, rows: Path, tmp_
     assert batch(model, rows, tmp_path / "out", **arguments).computed == 0
 
 
-@pytest.mark.parametrize("what", ["data", "options", "columns", "model", "rows_a_part"])
+@pytest.mark.parametrize("changed", ["data", "options", "columns", "model", "rows_a_part"])
 def test_run_with_other_arguments_is_refused(
-    what: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
+    changed: str, served: Callable[[str], accel.ORTModel], rows: Path, tmp_path: Path
 ) -> None:
     model, arguments = served("text-classification"), {"rows_a_part": 8}
     batch(model, rows, tmp_path / "out", **arguments)
@@ -182,12 +182,15 @@ def test_run_with_other_arguments_is_refused(
         "columns": {"columns": {"text": "id"}},
         "rows_a_part": {"rows_a_part": 4},
     }
-    if what == "data":
+    if changed == "data":
         rows.write_text(rows.read_text().replace("help", "HELP"))
-    other = served("rank") if what == "model" else model
-    with pytest.raises(ConfigError, match=f"{what}.* was .* and is .* now"):
+    other = served("rank") if changed == "model" else model
+    with pytest.raises(ConfigError, match=f"{changed}.* was .* and is .* now"):
         batch(
-            other, rows, tmp_path / "out", **{"operation": "text-classification", **arguments, **changes.get(what, {})}
+            other,
+            rows,
+            tmp_path / "out",
+            **{"operation": "text-classification", **arguments, **changes.get(changed, {})},
         )
 
 
@@ -278,11 +281,11 @@ def test_invalid_row_stops_the_run(model: accel.ORTModel, tmp_path: Path) -> Non
 def test_invalid_rows_are_recorded(model: accel.ORTModel, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(BAD)
     done = batch(model, tmp_path / "rows.jsonl", tmp_path / "out", on_error="record")
-    found = read(tmp_path / "out")
+    columns = read(tmp_path / "out")
     assert (done.rows, done.broken) == (5, 3)
-    assert [label is None for label in found["label"]] == [False, True, True, True, False]
-    assert found["error"][1:3] == ["'text' is missing", "'text' is 3, not a text"]
-    assert "accepts at most" in found["error"][3]
+    assert [label is None for label in columns["label"]] == [False, True, True, True, False]
+    assert columns["error"][1:3] == ["'text' is missing", "'text' is 3, not a text"]
+    assert "accepts at most" in columns["error"][3]
 
 
 @pytest.mark.parametrize(
@@ -377,10 +380,10 @@ def test_run_killed_at_each_write_contains_each_row_once(
     # Each process was killed one write later than the process before it, until one process finished.
     assert int(done.stdout) >= 5
     batch(model, rows, tmp_path / "whole", rows_a_part=4, backend="pytorch")
-    killed, whole = read(tmp_path / "killed"), read(tmp_path / "whole")
+    killed, complete = read(tmp_path / "killed"), read(tmp_path / "whole")
     assert killed["row"] == list(range(20))
-    assert killed["label"] == whole["label"]
-    assert killed["score"] == pytest.approx(whole["score"], abs=1e-5)
+    assert killed["label"] == complete["label"]
+    assert killed["score"] == pytest.approx(complete["score"], abs=1e-5)
     assert sorted(path.name for path in (tmp_path / "killed").glob("rows-*")) == sorted(
         path.name for path in (tmp_path / "whole").glob("rows-*")
     )
@@ -407,7 +410,7 @@ def test_unknown_option_stops_the_run(on_error: Any, model: accel.ORTModel, rows
 
 def test_folder_with_unrecorded_results_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
     batch(model, rows, tmp_path / "out")
-    (record,) = (one for one in (tmp_path / "out").iterdir() if "done" in one.name)
+    (record,) = (path for path in (tmp_path / "out").iterdir() if "done" in path.name)
     record.unlink()
     with pytest.raises(ConfigError, match="a different run"):
         batch(model, rows, tmp_path / "out", rows_a_part=3)

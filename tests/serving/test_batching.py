@@ -69,11 +69,11 @@ def test_every_row_runs_and_no_batch_exceeds_the_budget() -> None:
         oldest = waiting[0]
         chosen = pick(waiting, max_rows=16, max_tokens=2048, window=64)
         batch = [waiting[i] for i in chosen]
-        count = sum(one.count for one in batch)
+        count = sum(group.count for group in batch)
         assert oldest in batch
         assert count <= 16
-        assert len(batch) == 1 or count * max(one.length for one in batch) <= 2048
-        waiting = [one for i, one in enumerate(waiting) if i not in set(chosen)]
+        assert len(batch) == 1 or count * max(group.length for group in batch) <= 2048
+        waiting = [group for i, group in enumerate(waiting) if i not in set(chosen)]
         turns += 1
     assert turns < 250
 

@@ -26,16 +26,20 @@ Served = Callable[[str], accel.ORTModel]
 def client(served: Served) -> Iterator[TestClient]:
     models = {"scores": served("rank"), "judge": served("zero-shot-classification"), "chat": served("chat")}
     settings = ServerSettings(max_client_batch=8, max_text_chars=2000, cors_origins=("https://a.example",))
-    with TestClient(create_app(accel.Engine(models), settings)) as made:
-        yield made
+    with TestClient(create_app(accel.Engine(models), settings)) as test_client:
+        yield test_client
 
 
 def test_rerank_format_of_text_embeddings_inference(client: TestClient) -> None:
     texts = ["the bank", "i lost my card", "help"]
-    found = post(client, "/rerank", query="where is my card", texts=texts, return_text=True, raw_scores=True)
+    results = post(client, "/rerank", query="where is my card", texts=texts, return_text=True, raw_scores=True)
     usual = post(client, "/rerank", query="where is my card", documents=texts, raw_scores=True)["results"]
-    assert [(one["index"], one["text"]) for one in found] == [(one["index"], texts[one["index"]]) for one in usual]
-    assert np.allclose([one["score"] for one in found], [one["relevance_score"] for one in usual], atol=1e-5)
+    assert [(result["index"], result["text"]) for result in results] == [
+        (result["index"], texts[result["index"]]) for result in usual
+    ]
+    assert np.allclose(
+        [result["score"] for result in results], [result["relevance_score"] for result in usual], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,19 +62,21 @@ def test_mixed_rerank_formats_are_refused(body: dict[str, Any], client: TestClie
 def test_invocations_select_the_endpoint_by_inputs(
     model: str, inputs: Any, parameters: dict[str, Any], path: str, client: TestClient
 ) -> None:
-    found = post(client, "/invocations", inputs=inputs, parameters={"model": model, **parameters})
+    answer = post(client, "/invocations", inputs=inputs, parameters={"model": model, **parameters})
     body = inputs if isinstance(inputs, dict) else {"inputs": inputs}
     more = {"stream": False} if path == "/generate" else {}
-    assert found == post(client, path, model=model, **body, **parameters, **more)
+    assert answer == post(client, path, model=model, **body, **parameters, **more)
 
 
 def test_assistant_message_can_be_sent_back(client: TestClient) -> None:
-    asked = [{"role": "user", "content": "where is my card"}]
-    made = post(client, "/v1/chat/completions", messages=asked, max_tokens=3)["choices"][0]["message"]
+    messages = [{"role": "user", "content": "where is my card"}]
+    message = post(client, "/v1/chat/completions", messages=messages, max_tokens=3)["choices"][0]["message"]
     # OpenAI's client sends its message object with these fields.
-    made = {**made, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+    message = {**message, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
     assert (
-        post(client, "/v1/chat/completions", messages=[*asked, made, *asked], max_tokens=3)["usage"]["prompt_tokens"]
+        post(client, "/v1/chat/completions", messages=[*messages, message, *messages], max_tokens=3)["usage"][
+            "prompt_tokens"
+        ]
         > 8
     )
 
@@ -94,14 +100,14 @@ def test_fields_without_effect_are_accepted(path: str, client: TestClient) -> No
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_unknown_inference_protocol_paths_have_text_errors(method: str, client: TestClient) -> None:
-    found = client.request(method, "/v2/repository/index")
-    assert (found.status_code, type(found.json()["error"])) == (404, str)
+    answer = client.request(method, "/v2/repository/index")
+    assert (answer.status_code, type(answer.json()["error"])) == (404, str)
 
 
 def test_only_configured_origins_may_call(client: TestClient) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    found = client.options("/classify", headers={"Origin": "https://a.example", **asks})
-    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    answer = client.options("/classify", headers={"Origin": "https://a.example", **asks})
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
     assert client.options("/classify", headers={"Origin": "https://b.example", **asks}).status_code == 400
     mine = client.get("/health", headers={"Origin": "https://a.example"})
     assert "x-request-id" in mine.headers["access-control-expose-headers"]
@@ -170,20 +176,24 @@ def infer(client: TestClient, model: str, binary: bool = False, **inputs: list[l
         tensors = [(name, "BYTES", shapes[name], part) for name, part in packed.items()]
         answer = send_binary(client, path, *tensors, parameters={"binary_data_output": True})
     else:
-        given = [{"name": n, "datatype": "BYTES", "shape": shapes[n], "data": rows} for n, rows in inputs.items()]
-        answer = client.post(path, json={"inputs": given})
+        json_tensors = [
+            {"name": n, "datatype": "BYTES", "shape": shapes[n], "data": rows} for n, rows in inputs.items()
+        ]
+        answer = client.post(path, json={"inputs": json_tensors})
     assert answer.status_code == 200, answer.text
     length = int(answer.headers.get("inference-header-content-length", len(answer.content)))
     outputs: dict[str, Any] = {}
     rest = answer.content[length:]
-    for one in json.loads(answer.content[:length])["outputs"]:
-        values = one.get("data")
+    for output in json.loads(answer.content[:length])["outputs"]:
+        values = output.get("data")
         if binary:
-            size = one["parameters"]["binary_data_size"]
+            size = output["parameters"]["binary_data_size"]
             part, rest = rest[:size], rest[size:]
-            values = unpacked(part) if one["datatype"] == "BYTES" else np.frombuffer(part, _TYPES[one["datatype"]])
-        dtype = object if one["datatype"] == "BYTES" else None
-        outputs[one["name"]] = np.array(values, dtype=dtype).reshape(one["shape"])
+            values = (
+                unpacked(part) if output["datatype"] == "BYTES" else np.frombuffer(part, _TYPES[output["datatype"]])
+            )
+        dtype = object if output["datatype"] == "BYTES" else None
+        outputs[output["name"]] = np.array(values, dtype=dtype).reshape(output["shape"])
     assert not rest
     return outputs
 
@@ -192,20 +202,20 @@ _TYPES = {"FP32": "<f4", "INT64": "<i8"}
 
 
 def unpacked(part: bytes) -> list[str]:
-    found = []
+    texts = []
     while part:
         (size,) = struct.unpack("<I", part[:4])
-        found.append(part[4 : 4 + size].decode())
+        texts.append(part[4 : 4 + size].decode())
         part = part[4 + size :]
-    return found
+    return texts
 
 
 @pytest.fixture(scope="module")
 def text_client(served: Served) -> Iterator[TestClient]:
     tasks = {"labels": "text-classification", "tags": "token-classification", "answers": "question-answering",
              "vectors": "sentence-similarity", "scores": "rank", "masks": "fill-mask"}  # fmt: skip
-    with TestClient(create_app(accel.Engine({name: served(task) for name, task in tasks.items()}))) as made:
-        yield made
+    with TestClient(create_app(accel.Engine({name: served(task) for name, task in tasks.items()}))) as test_client:
+        yield test_client
 
 
 WORDS = ["where is my card", "the bäñk 👩 is closed"]
@@ -214,13 +224,13 @@ WORDS = ["where is my card", "the bäñk 👩 is closed"]
 @pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
 def test_texts_as_tensors_are_classified(binary: bool, count: int, text_client: TestClient) -> None:
-    found = infer(text_client, "labels.text", binary, TEXT=[[text] for text in WORDS[:count]])
+    outputs = infer(text_client, "labels.text", binary, TEXT=[[text] for text in WORDS[:count]])
     expected = post(text_client, "/classify", model="labels", inputs=WORDS[:count], top_k=3)
-    for i, one in enumerate(expected):
-        assert found["LABEL"][i, 0] == one[0]["label"]
-        assert found["SCORE"][i, 0] == pytest.approx(one[0]["score"], abs=1e-5)
-        by_label = {label["label"]: label["score"] for label in one}
-        assert np.allclose(found["SCORES"][i], [by_label[f"LABEL_{j}"] for j in range(3)], atol=1e-5)
+    for i, labels in enumerate(expected):
+        assert outputs["LABEL"][i, 0] == labels[0]["label"]
+        assert outputs["SCORE"][i, 0] == pytest.approx(labels[0]["score"], abs=1e-5)
+        by_label = {label["label"]: label["score"] for label in labels}
+        assert np.allclose(outputs["SCORES"][i], [by_label[f"LABEL_{j}"] for j in range(3)], atol=1e-5)
 
 
 @pytest.mark.parametrize("binary", [False, True])
@@ -229,9 +239,11 @@ def test_other_text_tasks_as_tensors(binary: bool, text_client: TestClient) -> N
     assert np.allclose(vectors, post(text_client, "/embed", inputs=WORDS, normalize=False), atol=1e-5)
     (tags,) = infer(text_client, "tags.text", binary, TEXT=[[WORDS[0]]])["ENTITIES"][0]
     assert json.loads(tags) == post(text_client, "/ner", inputs=WORDS[0], aggregation_strategy="none")
-    asked = {"question": "where is my card", "context": "the card is in london and not in paris"}
-    answer = infer(text_client, "answers.text", binary, QUESTION=[[asked["question"]]], CONTEXT=[[asked["context"]]])
-    expected = post(text_client, "/qa", **asked)
+    question = {"question": "where is my card", "context": "the card is in london and not in paris"}
+    answer = infer(
+        text_client, "answers.text", binary, QUESTION=[[question["question"]]], CONTEXT=[[question["context"]]]
+    )
+    expected = post(text_client, "/qa", **question)
     assert [answer[name][0, 0] for name in ("ANSWER", "START", "END")] == [
         expected[name] for name in ("answer", "start", "end")
     ]
@@ -239,16 +251,16 @@ def test_other_text_tasks_as_tensors(binary: bool, text_client: TestClient) -> N
     ranked = infer(text_client, "scores.text", binary, QUERY=[["my card"], ["help"]], DOCUMENTS=documents)
     for i, query in enumerate(("my card", "help")):
         usual = post(text_client, "/rerank", query=query, documents=documents[i])["results"]
-        assert list(ranked["RANKING"][i]) == [one["index"] for one in usual]
+        assert list(ranked["RANKING"][i]) == [result["index"] for result in usual]
         assert np.allclose(
-            ranked["SCORES"][i][ranked["RANKING"][i]], [one["relevance_score"] for one in usual], atol=1e-5
+            ranked["SCORES"][i][ranked["RANKING"][i]], [result["relevance_score"] for result in usual], atol=1e-5
         )
 
 
 def test_metadata_describe_text_tensors(text_client: TestClient) -> None:
-    found = text_client.get("/v2/models/labels.text").json()
-    assert found["inputs"] == [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}]
-    assert {"name": "SCORES", "datatype": "FP32", "shape": [-1, 3]} in found["outputs"]
+    metadata = text_client.get("/v2/models/labels.text").json()
+    assert metadata["inputs"] == [{"name": "TEXT", "datatype": "BYTES", "shape": [-1, 1]}]
+    assert {"name": "SCORES", "datatype": "FP32", "shape": [-1, 3]} in metadata["outputs"]
     assert text_client.get("/v2/models/labels.text/versions/1/ready").status_code == 200
     for name in ("masks.text", "nobody.text", ".text", "labels.text.text"):
         assert text_client.get(f"/v2/models/{name}").status_code == 404

@@ -63,11 +63,11 @@ CASES = [
 def test_results_equal_the_pipelines(task: str, inputs: list[Any], options: dict[str, Any], served: Served) -> None:
     model = served(task)
     pipe = accel.pipeline(task, model=model)
-    expected_alone = [pipe(one, **options) for one in inputs]
+    expected_alone = [pipe(single, **options) for single in inputs]
     expected_list = pipe(inputs, **options)
 
     async def ask(engine: accel.Engine) -> tuple[list[Any], Any, Any]:
-        alone = await asyncio.gather(*(engine(one, operation=task, **options) for one in inputs))
+        alone = await asyncio.gather(*(engine(item, operation=task, **options) for item in inputs))
         return (
             alone,
             await engine(inputs, operation=task, **options),
@@ -75,30 +75,30 @@ def test_results_equal_the_pipelines(task: str, inputs: list[Any], options: dict
         )
 
     with accel.Engine(model) as engine:
-        alone, together, one = asyncio.run(ask(engine))
+        alone, together, list_of_one = asyncio.run(ask(engine))
     assert close(alone, expected_alone)
     assert close(together, expected_list)
-    assert close(one, pipe(inputs[:1], **options))
+    assert close(list_of_one, pipe(inputs[:1], **options))
 
 
 @pytest.mark.parametrize("task", ["feature-extraction", "sentence-similarity"])
 def test_embeddings_equal_encode(task: str, served: Served) -> None:
     model: Any = served(task)
     with accel.Engine(model) as engine:
-        found = engine.run(TEXTS, operation="embed", normalize_embeddings=True)
+        embeddings = engine.run(TEXTS, operation="embed", normalize_embeddings=True)
         single = engine.run(TEXTS[0], operation="embed")
-    assert np.allclose(found, model.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
+    assert np.allclose(embeddings, model.encode(TEXTS, normalize_embeddings=True), atol=1e-5)
     assert single.shape == model.encode(TEXTS[0]).shape
 
 
 def test_ranking_equals_rank(served: Served) -> None:
     model: Any = served("rank")
     with accel.Engine(model) as engine:
-        found = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
+        ranking = engine.run(("where is my card", TEXTS), operation="rank", top_k=3, return_documents=True)
         for wrong in (3, ("help", "me")):
             with pytest.raises(InputError, match="a query and a list of documents"):
                 engine.run(wrong, operation="rank")
-    assert close(found, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
+    assert close(ranking, model.rank("where is my card", TEXTS, top_k=3, return_documents=True))
 
 
 def test_tensors_of_different_lengths_share_a_call(served: Served) -> None:
@@ -107,12 +107,12 @@ def test_tensors_of_different_lengths_share_a_call(served: Served) -> None:
              for rows, length in ((1, 4), (3, 7), (2, 4))]  # fmt: skip
 
     async def ask(engine: accel.Engine) -> list[Any]:
-        return await asyncio.gather(*(engine(one, operation="tensors") for one in calls))
+        return await asyncio.gather(*(engine(feeds, operation="tensors") for feeds in calls))
 
     with accel.Engine(model) as engine:
-        found = asyncio.run(ask(engine))
-    for given, answer in zip(calls, found, strict=True):
-        assert torch.allclose(answer["logits"], model(**given).logits, atol=1e-4)
+        answers = asyncio.run(ask(engine))
+    for call, answer in zip(calls, answers, strict=True):
+        assert torch.allclose(answer["logits"], model(**call).logits, atol=1e-4)
 
 
 def test_empty_list_gives_an_empty_result(served: Served) -> None:
@@ -217,7 +217,7 @@ def test_invalid_request_does_not_fail_its_batch(gated: Gated) -> None:
     with accel.Engine(model) as engine:
         engine.submit("help")
         assert gate.waiting.wait(30)
-        jobs = [engine.submit(one, operation="tensors") for one in (ids, bad, ids)]
+        jobs = [engine.submit(feeds, operation="tensors") for feeds in (ids, bad, ids)]
         gate.open()
         assert jobs[0].future.result(30)["logits"].shape == (1, 3)
         assert jobs[2].future.result(30)["logits"].shape == (1, 3)
@@ -276,7 +276,9 @@ def test_operations_with_their_own_work_are_offered(served: Served) -> None:
             raise NotImplementedError
 
     model = served("text-classification")
-    offered = [one.offered(model) for one in (Own("own"), Operation("text-classification"), Operation("other"))]
+    offered = [
+        operation.offered(model) for operation in (Own("own"), Operation("text-classification"), Operation("other"))
+    ]
     assert offered == [True, True, False]
 
 
@@ -299,14 +301,14 @@ def test_several_models_and_workers(served: Served) -> None:
     models = {"labels": served("text-classification"), "tags": served("token-classification")}
 
     async def ask(engine: accel.Engine) -> list[Any]:
-        return await asyncio.gather(*(engine(one, model=name) for one in texts for name in models))
+        return await asyncio.gather(*(engine(text, model=name) for text in texts for name in models))
 
     with accel.Engine(models, workers=2) as engine:
-        found = asyncio.run(ask(engine))
+        results = asyncio.run(ask(engine))
         with pytest.raises(ConfigError, match=r"several models \(labels, tags\)"):
             engine.run("help")
     pipes = [accel.pipeline(model=model) for model in models.values()]
-    assert close(found[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])
+    assert close(results[: 2 * len(TEXTS)], [pipe(text) for text in TEXTS for pipe in pipes])
 
 
 def test_closing_completes_accepted_requests(gated: Gated) -> None:
@@ -420,6 +422,6 @@ def test_event_loops_of_several_threads_share_an_engine(served: Served) -> None:
         return await asyncio.gather(*(engine(text) for text in TEXTS))
 
     with accel.Engine(served("text-classification")) as engine, ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: asyncio.run(ask(engine)), range(3)))
+        results_of_threads = list(pool.map(lambda _: asyncio.run(ask(engine)), range(3)))
         expected = [engine.run(text) for text in TEXTS]
-    assert all(close(one, expected) for one in found)
+    assert all(close(results, expected) for results in results_of_threads)

@@ -25,22 +25,26 @@ def model(generator: Callable[..., Artifact]) -> Any:
 
 def test_text_prompt_gives_text(model: Any) -> None:
     with GenerationEngine(model) as engine:
-        found = engine("where is my card", GenerationOptions(max_new_tokens=9))
+        generated = engine("where is my card", GenerationOptions(max_new_tokens=9))
     tokenizer = engine.tokenizer
     inputs = tokenizer("where is my card", return_tensors="pt")
     ids = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=9)[0]
-    assert found.text == tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert (found.prompt_tokens, found.new_tokens, found.finish) == (inputs["input_ids"].shape[1], 9, "length")
+    assert generated.text == tokenizer.decode(ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert (generated.prompt_tokens, generated.new_tokens, generated.finish) == (
+        inputs["input_ids"].shape[1],
+        9,
+        "length",
+    )
 
 
 def test_stop_string_ends_the_generation(model: Any) -> None:
     with GenerationEngine(model) as engine:
-        whole = engine("where is my card", GenerationOptions(max_new_tokens=40))
-        word = whole.text.split()[5]
-        found = engine("where is my card", GenerationOptions(max_new_tokens=40, stop=(word,)))
-    assert found.text == whole.text[: whole.text.index(word)]
-    assert found.finish == "stop"
-    assert found.new_tokens < 20
+        unstopped = engine("where is my card", GenerationOptions(max_new_tokens=40))
+        word = unstopped.text.split()[5]
+        stopped = engine("where is my card", GenerationOptions(max_new_tokens=40, stop=(word,)))
+    assert stopped.text == unstopped.text[: unstopped.text.index(word)]
+    assert stopped.finish == "stop"
+    assert stopped.new_tokens < 20
 
 
 def test_chat_requires_a_template(model: Any) -> None:
@@ -82,9 +86,9 @@ def test_invalid_options_are_named(wrong: dict[str, Any]) -> None:
 def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]) -> None:
     options = GenerationOptions(max_new_tokens=4, temperature=0)
     with GenerationEngine(ORTModelForCausalLM(generator("llama"))) as engine:
-        wanted = engine([5, 6, 7], options).text
+        expected = engine([5, 6, 7], options).text
         for same in ((5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
-            assert engine(same, options).text == wanted  # type: ignore[arg-type]  # users pass arrays
+            assert engine(same, options).text == expected  # type: ignore[arg-type]  # users pass arrays
         for wrong in (
             [1.5, 2.5],
             [True, False],
@@ -99,4 +103,4 @@ def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]
                 engine(wrong, options)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="options is a dict"):
             engine([5, 6, 7], {"max_new_tokens": 4})  # type: ignore[arg-type]
-        assert engine([5, 6, 7], options).text == wanted
+        assert engine([5, 6, 7], options).text == expected

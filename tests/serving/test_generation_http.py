@@ -36,9 +36,9 @@ def engine(model: Any) -> accel.Engine:
 
 @pytest.fixture(scope="module")
 def client(engine: accel.Engine) -> Iterator[TestClient]:
-    with TestClient(create_app(engine, ServerSettings(max_client_batch=3))) as made:
+    with TestClient(create_app(engine, ServerSettings(max_client_batch=3))) as test_client:
         engine.generator().tokenizer.chat_template = CHAT
-        yield made
+        yield test_client
 
 
 def events(client: TestClient, path: str, **body: Any) -> list[Any]:
@@ -55,35 +55,37 @@ def events(client: TestClient, path: str, **body: Any) -> list[Any]:
 def expected(engine: accel.Engine, model: Any, text: str, new: int) -> str:
     tokenizer = engine.generator().tokenizer
     ids = torch.tensor([tokenizer(text)["input_ids"]])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0, ids.shape[1] :]
-    return str(tokenizer.decode(found, skip_special_tokens=True))
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new)[0, ids.shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def test_chat(client: TestClient, engine: accel.Engine, model: Any) -> None:
-    found = post(client, "/v1/chat/completions", model="tiny", messages=MESSAGES, max_tokens=9, **GREEDY)
-    (choice,) = found["choices"]
+    answer = post(client, "/v1/chat/completions", model="tiny", messages=MESSAGES, max_tokens=9, **GREEDY)
+    (choice,) = answer["choices"]
     prompt = len(engine.generator().encode(MESSAGES))
     ids = torch.tensor([engine.generator().encode(MESSAGES)])
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9)[0, prompt:]
     assert choice["message"]["role"] == "assistant"
     assert choice["message"]["content"] == engine.generator().tokenizer.decode(tokens, skip_special_tokens=True)
     assert choice["finish_reason"] == "length"
-    assert found["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
-    assert (found["object"], found["model"]) == ("chat.completion", "tiny")
+    assert answer["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
+    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
 
 
 def test_streamed_chat_equals_the_whole_response(client: TestClient) -> None:
     body = {"messages": MESSAGES, "max_completion_tokens": 9, **GREEDY}
-    whole = post(client, "/v1/chat/completions", **body)
-    found = events(client, "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **body)
-    *chunks, usage = found
+    complete = post(client, "/v1/chat/completions", **body)
+    chunks_and_usage = events(
+        client, "/v1/chat/completions", stream=True, stream_options={"include_usage": True}, **body
+    )
+    *chunks, usage = chunks_and_usage
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == complete["choices"][0]["message"]["content"]
     assert sum(bool(delta.get("content")) for delta in deltas) > 3
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[-2:]] == [None, "length"]
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
-    assert len({chunk["id"] for chunk in found}) == 1
+    assert (usage["choices"], usage["usage"]) == ([], complete["usage"])
+    assert len({chunk["id"] for chunk in chunks_and_usage}) == 1
 
 
 def test_unknown_model_is_answered_with_a_suggestion(client: TestClient) -> None:
@@ -93,42 +95,44 @@ def test_unknown_model_is_answered_with_a_suggestion(client: TestClient) -> None
 
 
 def test_each_event_can_have_token_counts(client: TestClient) -> None:
-    asked = {"include_usage": True, "continuous_usage_stats": True}
-    found = events(client, "/v1/completions", prompt="pay", max_tokens=9, stream=True, stream_options=asked, **GREEDY)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    stream_options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(
+        client, "/v1/completions", prompt="pay", max_tokens=9, stream=True, stream_options=stream_options, **GREEDY
+    )
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == 9
 
 
 def test_message_content_in_parts(client: TestClient) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "where is "}, {"type": "text", "text": "my card"}]}]
-    asked = {"max_tokens": 4, **GREEDY}
-    found = [post(client, "/v1/chat/completions", messages=m, **asked)["choices"] for m in (parts, MESSAGES)]
-    assert found[0] == found[1]
+    settings = {"max_tokens": 4, **GREEDY}
+    answers = [post(client, "/v1/chat/completions", messages=m, **settings)["choices"] for m in (parts, MESSAGES)]
+    assert answers[0] == answers[1]
 
 
 def test_completions_of_texts_and_tokens(client: TestClient, engine: accel.Engine, model: Any) -> None:
     texts = [PROMPT, "help"]
-    found = post(client, "/v1/completions", prompt=texts, max_tokens=6, **GREEDY)
-    assert [choice["index"] for choice in found["choices"]] == [0, 1]
-    assert [choice["text"] for choice in found["choices"]] == [expected(engine, model, text, 6) for text in texts]
+    answer = post(client, "/v1/completions", prompt=texts, max_tokens=6, **GREEDY)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["text"] for choice in answer["choices"]] == [expected(engine, model, text, 6) for text in texts]
     ids = [engine.generator().encode(text) for text in texts]
-    assert post(client, "/v1/completions", prompt=ids, max_tokens=6, **GREEDY)["choices"] == found["choices"]
-    assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert post(client, "/v1/completions", prompt=ids, max_tokens=6, **GREEDY)["choices"] == answer["choices"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
 def test_streamed_completions_of_several_prompts(client: TestClient) -> None:
     body = {"prompt": [PROMPT, "help"], "max_tokens": 6, **GREEDY}
-    whole = post(client, "/v1/completions", **body)
+    complete = post(client, "/v1/completions", **body)
     texts = ["", ""]
     for chunk in events(client, "/v1/completions", stream=True, **body):
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    assert texts == [choice["text"] for choice in whole["choices"]]
+    assert texts == [choice["text"] for choice in complete["choices"]]
 
 
 def test_openai_completions_sample_by_default(client: TestClient) -> None:
-    found = {post(client, "/v1/completions", prompt=PROMPT, seed=seed)["choices"][0]["text"] for seed in range(4)}
-    assert len(found) > 1
+    texts = {post(client, "/v1/completions", prompt=PROMPT, seed=seed)["choices"][0]["text"] for seed in range(4)}
+    assert len(texts) > 1
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -137,10 +141,10 @@ def test_stop_strings(client: TestClient, several: bool) -> None:
     text = post(client, "/v1/chat/completions", **body)["choices"][0]["message"]["content"]
     word = text.split()[3]
     stop = ["nothing like it", word] if several else word
-    found = post(client, "/v1/chat/completions", stop=stop, **body)
-    assert found["choices"][0]["message"]["content"] == text[: text.index(word)]
-    assert found["choices"][0]["finish_reason"] == "stop"
-    assert found["usage"]["completion_tokens"] < 30
+    answer = post(client, "/v1/chat/completions", stop=stop, **body)
+    assert answer["choices"][0]["message"]["content"] == text[: text.index(word)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 30
     chunks = events(client, "/v1/chat/completions", stop=stop, stream=True, **body)
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text[: text.index(word)]
 
@@ -151,13 +155,13 @@ def test_generate_endpoint(client: TestClient, engine: accel.Engine, model: Any)
     text = "".join(piece["text"] for piece in [*pieces, last])
     assert text == expected(engine, model, PROMPT, 7)
     assert (last["finish_reason"], last["usage"]["completion_tokens"]) == ("length", 7)
-    whole = post(client, "/generate", inputs=PROMPT, max_new_tokens=7, stream=False)
-    assert whole == {"text": text, "finish_reason": "length", "usage": last["usage"]}
+    complete = post(client, "/generate", inputs=PROMPT, max_new_tokens=7, stream=False)
+    assert complete == {"text": text, "finish_reason": "length", "usage": last["usage"]}
 
 
 def test_responses_have_timing_headers(client: TestClient) -> None:
     headers = client.post("/generate", json={"inputs": PROMPT, "max_new_tokens": 2, "stream": False}).headers
-    assert all(float(headers[f"x-{what}-ms"]) >= 0 for what in ("queue", "tokenization", "inference"))
+    assert all(float(headers[f"x-{stage}-ms"]) >= 0 for stage in ("queue", "tokenization", "inference"))
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,11 @@ def test_metrics_equal_the_clients_token_counts(client: TestClient) -> None:
     ]
     streamed = events(client, "/generate", inputs=PROMPT, max_new_tokens=5)[-1]["usage"]
     read = sum(usage["prompt_tokens"] for usage in [*got, streamed])
-    made = sum(usage["completion_tokens"] for usage in [*got, streamed])
-    assert (counted("accel_generated_tokens"), counted("accel_prompt_tokens")) == (before[0] + made, before[1] + read)
+    generated = sum(usage["completion_tokens"] for usage in [*got, streamed])
+    assert (counted("accel_generated_tokens"), counted("accel_prompt_tokens")) == (
+        before[0] + generated,
+        before[1] + read,
+    )
 
 
 class Slow:
@@ -214,11 +221,11 @@ class Slow:
 
 def test_too_many_requests_get_status_429(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow(monkeypatch, 0.01)
-    found: list[int] = []
+    statuses: list[int] = []
 
     def ask() -> None:
         answer = client.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 20})
-        found.append(answer.status_code)
+        statuses.append(answer.status_code)
         if answer.status_code == 429:
             assert int(answer.headers["retry-after"]) >= 1
 
@@ -227,7 +234,7 @@ def test_too_many_requests_get_status_429(client: TestClient, monkeypatch: pytes
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {200, 429}
+    assert set(statuses) == {200, 429}
 
 
 def test_no_token_in_time_gives_a_timeout(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,11 +35,11 @@ def running(front: OuterMiddleware) -> Iterator[int]:
     ready = threading.Event()
     url: list[str] = []
 
-    def told(found: str) -> None:
-        url.append(found)
+    def set_address(address: str) -> None:
+        url.append(address)
         ready.set()
 
-    thread = threading.Thread(target=serve, args=(front,), kwargs={"port": 0, "on_ready": told}, daemon=True)
+    thread = threading.Thread(target=serve, args=(front,), kwargs={"port": 0, "on_ready": set_address}, daemon=True)
     thread.start()
     assert ready.wait(60)
     try:
@@ -64,11 +64,11 @@ def sent(port: int, path: str, body: bytes, length: int | None = None) -> socket
     """Open a connection, send a request, and return the connection. With `length`, only the beginning of the request is
     sent.
     """
-    made = socket.create_connection(("127.0.0.1", port), timeout=60)
-    made.sendall(
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(
         b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s" % (path.encode(), length or len(body), body)
     )
-    return made
+    return connection
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -78,16 +78,16 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def until_pending(engine: accel.Engine, wanted: int, port: int) -> None:
+def until_pending(engine: accel.Engine, count: int, port: int) -> None:
     """Wait until exactly `wanted` inputs wait or run. If this fails, the error shows the request counts from the
     server's metrics.
     """
     try:
-        until(lambda: engine.pending() == wanted)
+        until(lambda: engine.pending() == count)
     except AssertionError:
         page = ask(port, "/metrics")[1].decode()
         counts = re.findall(r"^accel_(?:requests|refused|inputs)_total.*$", page, re.MULTILINE)
-        pytest.fail(f"{engine.pending()} inputs are pending instead of {wanted}: {counts}")
+        pytest.fail(f"{engine.pending()} inputs are pending instead of {count}: {counts}")
 
 
 def read(connection: socket.socket) -> bytes:
@@ -119,9 +119,9 @@ def test_incomplete_body_does_not_delay_shutdown(served: Served) -> None:
 
 def test_pipelined_requests_are_all_answered(served: Served) -> None:
     with running(create_app(accel.Engine({"labels": served("text-classification")}))) as port:
-        one = b"POST /classify HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(HELP)
+        head = b"POST /classify HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % len(HELP)
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall((one + b"\r\n" + HELP) * 9 + one + b"Connection: close\r\n\r\n" + HELP)
+            connection.sendall((head + b"\r\n" + HELP) * 9 + head + b"Connection: close\r\n\r\n" + HELP)
             assert read(connection).count(b"HTTP/1.1 200") == 10
 
 
@@ -153,9 +153,13 @@ def test_disconnected_client_frees_its_row(stream: bool, wait: bool, chat: accel
 
 def counted(page: str, name: str, **labels: str) -> int:
     """Return the sum of a Prometheus counter over all values of the labels that are not given."""
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    found = re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+]+)$", page, re.MULTILINE)
-    return int(sum(float(value) for given, value in found if all(one in given for one in wanted)))
+    required_labels = [f'{key}="{value}"' for key, value in labels.items()]
+    samples = re.findall(rf"^{name}(?:{{(.*)}})? ([0-9.e+]+)$", page, re.MULTILINE)
+    return int(
+        sum(
+            float(value) for sample_labels, value in samples if all(label in sample_labels for label in required_labels)
+        )
+    )
 
 
 @pytest.mark.thorough
@@ -200,8 +204,8 @@ def test_metrics_equal_the_counts_of_sixteen_clients(served: Served) -> None:
             until_pending(engine, 6, port)
             statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
             time.sleep(0.1)
-            for one in left:
-                one.close()
+            for connection in left:
+                connection.close()
             until_pending(engine, 0, port)
             gate.open()
             callers = [threading.Thread(target=call, args=(port, seed)) for seed in range(16)]

@@ -45,8 +45,10 @@ FEEDS = {"input_ids": [[2, 9, 11, 3]], "attention_mask": [[1, 1, 1, 1]]}
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[TestClient]:
     settings = ServerSettings(max_body_bytes=20_000, max_client_batch=8)
-    with TestClient(create_app(accel.Engine({name: served(task) for name, task in TASKS.items()}), settings)) as made:
-        yield made
+    with TestClient(
+        create_app(accel.Engine({name: served(task) for name, task in TASKS.items()}), settings)
+    ) as test_client:
+        yield test_client
 
 
 TASK_CALLS = [
@@ -67,45 +69,47 @@ def test_endpoints_return_pipeline_results(
 ) -> None:
     pipe = accel.pipeline(TASKS[model], model=served(TASKS[model]))
     options = {name: value for name, value in body.items() if name not in ("inputs", "question", "context")}
-    given = body["inputs"] if "inputs" in body else {"question": body["question"], "context": body["context"]}
-    expected = json.loads(json.dumps(pipe(given, **options), default=float))
+    inputs = body["inputs"] if "inputs" in body else {"question": body["question"], "context": body["context"]}
+    expected = json.loads(json.dumps(pipe(inputs, **options), default=float))
     assert close(post(client, path, model=model, **body), expected)
 
 
 def test_rerank(client: TestClient, served: Served) -> None:
     documents = ["the bank", "i lost my card", "help"]
-    found = post(client, "/rerank", query="where is my card", documents=documents, top_n=2, return_documents=True)
+    answer = post(client, "/rerank", query="where is my card", documents=documents, top_n=2, return_documents=True)
     model: Any = served("rank")
     expected = model.rank("where is my card", documents, top_k=2)
-    assert [one["index"] for one in found["results"]] == [one["corpus_id"] for one in expected]
-    assert close([one["relevance_score"] for one in found["results"]], [float(one["score"]) for one in expected])
-    assert found["results"][0]["document"] == documents[found["results"][0]["index"]]
+    assert [result["index"] for result in answer["results"]] == [result["corpus_id"] for result in expected]
+    assert close(
+        [result["relevance_score"] for result in answer["results"]], [float(result["score"]) for result in expected]
+    )
+    assert answer["results"][0]["document"] == documents[answer["results"][0]["index"]]
 
 
 def test_tokenize(client: TestClient) -> None:
     (tokens,) = post(client, "/tokenize", model="labels", inputs="my card")
-    assert [one["text"] for one in tokens] == ["[CLS]", "my", "card", "[SEP]"]
+    assert [token["text"] for token in tokens] == ["[CLS]", "my", "card", "[SEP]"]
     assert tokens[2] == {"id": tokens[2]["id"], "text": "card", "start": 3, "stop": 7, "special": False}
 
 
 def test_openai_embeddings(client: TestClient, served: Served) -> None:
     texts = ["my card", "the bank is closed"]
-    found = post(client, "/v1/embeddings", model="vectors", input=texts)
-    rows = [one["embedding"] for one in found["data"]]
+    answer = post(client, "/v1/embeddings", model="vectors", input=texts)
+    rows = [item["embedding"] for item in answer["data"]]
     model: Any = served("sentence-similarity")
     assert np.allclose(rows, model.encode(texts, normalize_embeddings=True), atol=1e-5)
-    assert [one["index"] for one in found["data"]] == [0, 1]
-    assert found["usage"]["prompt_tokens"] == 4 + 6
+    assert [item["index"] for item in answer["data"]] == [0, 1]
+    assert answer["usage"]["prompt_tokens"] == 4 + 6
 
 
 def test_list_of_models(client: TestClient) -> None:
-    found = client.get("/v1/models").json()["data"]
-    assert [one["id"] for one in found] == list(TASKS)
+    models = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == list(TASKS)
     assert client.get("/v1/models/labels").json()["task"] == "text-classification"
 
 
 def infer_json(name: str = "labels") -> dict[str, Any]:
-    inputs = [{"name": one, "datatype": "INT64", "shape": [1, 4], "data": values} for one, values in FEEDS.items()]
+    inputs = [{"name": key, "datatype": "INT64", "shape": [1, 4], "data": values} for key, values in FEEDS.items()]
     return {"id": "7", "inputs": inputs}
 
 
@@ -114,9 +118,9 @@ def expected_logits(served: Served) -> Any:
 
 
 def test_inference_protocol_json(client: TestClient, served: Served) -> None:
-    found = post(client, "/v2/models/labels/infer", **infer_json())
-    assert (found["model_name"], found["id"]) == ("labels", "7")
-    (output,) = found["outputs"]
+    answer = post(client, "/v2/models/labels/infer", **infer_json())
+    assert (answer["model_name"], answer["id"]) == ("labels", "7")
+    (output,) = answer["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [1, 3])
     assert np.allclose(output["data"], expected_logits(served).reshape(-1), atol=1e-5)
 
@@ -134,8 +138,8 @@ def test_inference_protocol_binary(client: TestClient, served: Served) -> None:
 
 def test_inference_protocol_metadata_and_health(client: TestClient) -> None:
     assert client.get("/v2").json()["extensions"] == ["binary_tensor_data"]
-    found = client.get("/v2/models/labels").json()
-    assert {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]} in found["inputs"]
+    metadata = client.get("/v2/models/labels").json()
+    assert {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]} in metadata["inputs"]
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/labels/ready", "/health", "/ready", "/ping"):
         assert client.get(path).status_code == 200, path
 
@@ -309,9 +313,9 @@ def test_api_page_and_openapi_description(client: TestClient) -> None:
     assert "//cdn" not in page.text
     description = client.get("/openapi.json").json()
     examples = {
-        path: one["post"]["requestBody"]["content"]["application/json"]["example"]
-        for path, one in description["paths"].items()
-        if "post" in one
+        path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, methods in description["paths"].items()
+        if "post" in methods
     }
     assert {"/classify", "/rerank", "/v1/embeddings", "/invocations"} <= set(examples)
     assert "NerBody" in description["components"]["schemas"]
@@ -331,15 +335,15 @@ def broken(chance: random.Random, value: Any) -> Any:
         None, True, -1, 1e308, 10**30, "", "\u0000", "é" * 50, "[MASK]" * 40, [], {}, [[]], [None], {"a": []}, ["x"] * 9,
     ]  # fmt: skip
     if isinstance(value, dict) and value and chance.random() < 0.8:
-        made = dict(value)
-        name = chance.choice(list(made))
+        changed = dict(value)
+        name = chance.choice(list(changed))
         if chance.random() < 0.2:
-            del made[name]
+            del changed[name]
         else:
-            made[name] = broken(chance, made[name])
+            changed[name] = broken(chance, changed[name])
         if chance.random() < 0.1:
-            made[chance.choice(["model", "top_k", "parameters", "x"])] = chance.choice(strange)
-        return made
+            changed[chance.choice(["model", "top_k", "parameters", "x"])] = chance.choice(strange)
+        return changed
     if isinstance(value, list) and value and chance.random() < 0.6:
         made_list = list(value)
         made_list[chance.randrange(len(made_list))] = broken(chance, made_list[0])
@@ -353,12 +357,12 @@ def fuzz(client: TestClient, rounds: int) -> dict[int, int]:
     targets = [
         (
             path.replace("{model}", "labels").replace("{version}", "1"),
-            one["post"]["requestBody"]["content"]["application/json"],
+            methods["post"]["requestBody"]["content"]["application/json"],
         )
-        for path, one in description["paths"].items()
-        if "post" in one
+        for path, methods in description["paths"].items()
+        if "post" in methods
     ]
-    found: dict[int, int] = {}
+    statuses: dict[int, int] = {}
     for _ in range(rounds):
         path, content = chance.choice(targets)
         body = json.dumps(broken(chance, content["example"])).encode()
@@ -371,11 +375,11 @@ def fuzz(client: TestClient, rounds: int) -> dict[int, int]:
         answer = client.post(path, content=body, headers=headers)
         assert answer.status_code < 500, (path, body, answer.text)
         answer.json()
-        found[answer.status_code] = found.get(answer.status_code, 0) + 1
-    return found
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+    return statuses
 
 
 def test_malformed_bodies_cause_no_server_error(client: TestClient) -> None:
-    found = fuzz(client, 400)
-    assert {200, 400, 422} <= set(found)
+    statuses = fuzz(client, 400)
+    assert {200, 400, 422} <= set(statuses)
     assert post(client, "/classify", model="labels", inputs="help")

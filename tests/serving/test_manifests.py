@@ -39,25 +39,25 @@ def values_of(value: Any, name: str) -> Iterator[Any]:
 
 
 def test_each_manifest_has_a_kind_and_a_name() -> None:
-    found = [(one["kind"], one["apiVersion"], one["metadata"]["name"]) for one in documents()]
-    assert {kind for kind, _, _ in found} == {"Deployment", "Service", "HorizontalPodAutoscaler", "RayService"}
+    identities = [(document["kind"], document["apiVersion"], document["metadata"]["name"]) for document in documents()]
+    assert {kind for kind, _, _ in identities} == {"Deployment", "Service", "HorizontalPodAutoscaler", "RayService"}
 
 
 def test_probes_use_open_paths() -> None:
-    open_paths = {one.path for one in endpoints() if one.open and one.method == "GET"}
-    probed = {probe["path"] for one in documents() for probe in values_of(one, "httpGet")}
+    open_paths = {item.path for item in endpoints() if item.open and item.method == "GET"}
+    probed = {probe["path"] for item in documents() for probe in values_of(item, "httpGet")}
     assert probed
     assert probed <= open_paths
 
 
 def test_pod_has_more_shutdown_time_than_the_server_needs() -> None:
-    (seconds,) = [found for one in documents() for found in values_of(one, "terminationGracePeriodSeconds")]
+    (seconds,) = [value for document in documents() for value in values_of(document, "terminationGracePeriodSeconds")]
     settings = ServerSettings()
     assert seconds > settings.drain_s + settings.linger_s
 
 
 def test_ray_manifest_uses_existing_arguments() -> None:
-    (service,) = [one for one in documents() if one["kind"] == "RayService"]
+    (service,) = [document for document in documents() if document["kind"] == "RayService"]
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
     assert (module, name) == ("accel.serving.ray.ray_deployment", "build")
@@ -76,11 +76,11 @@ def test_ray_manifest_uses_existing_arguments() -> None:
     ],
 )
 def test_replicas_become_ray_options(count: str, expected: dict[str, Any]) -> None:
-    made = Replicas(count=count, cpus=2, gpus=0.5).options(100)
-    assert made["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
+    options = Replicas(count=count, cpus=2, gpus=0.5).options(100)
+    assert options["ray_actor_options"] == {"num_cpus": 2, "num_gpus": 0.5}
     # Ray's limit must be greater than the engine's queue, so that the engine refuses requests and Ray does not.
-    assert made["max_ongoing_requests"] > 100
-    assert {name: made[name] for name in expected} == expected
+    assert options["max_ongoing_requests"] > 100
+    assert {name: options[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("count", ["0", "4:1", "many", "1:2:3", "-1"])

@@ -49,7 +49,7 @@ def damage(folder: Path, token: str = "lost") -> None:
 
 @pytest.fixture(scope="module")
 def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
-    made: dict[str, accel.ORTModel] = {}
+    models: dict[str, accel.ORTModel] = {}
 
     def write(task: str, folder: Path) -> None:
         if task == "generate":
@@ -63,11 +63,11 @@ def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
         damage(folder)
 
     def get(task: str) -> accel.ORTModel:
-        if task not in made:
+        if task not in models:
             folder = shared(f"damaged-{task}", lambda folder: write(task, folder))
             named = None if task in ("rank", "judge", "generate") else task
-            made[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
-        return made[task]
+            models[task] = accel.ORTModel.from_pretrained(folder, backend="pytorch", task=named)
+        return models[task]
 
     return get
 
@@ -75,8 +75,8 @@ def damaged(shared: Callable[..., Path]) -> Callable[[str], accel.ORTModel]:
 @pytest.fixture(scope="module")
 def client(damaged: Callable[[str], accel.ORTModel]) -> Iterator[TestClient]:
     engine = accel.Engine({task: damaged(task) for task in (*TASKS, "generate")})
-    with TestClient(create_app(engine)) as made:
-        yield made
+    with TestClient(create_app(engine)) as test_client:
+        yield test_client
 
 
 def tensors(text: str) -> dict[str, Any]:
@@ -128,9 +128,9 @@ def test_no_endpoint_returns_nan(name: str, client: TestClient) -> None:
     answer = client.post(path, json=body(BAD))
     assert answer.status_code == 500, answer.text
     error = strict(answer.content)["error"]
-    told = error if isinstance(error, str) else error["message"]
-    assert "NaN or infinity" in told
-    assert "NaN" in told or "nan" in told
+    message = error if isinstance(error, str) else error["message"]
+    assert "NaN or infinity" in message
+    assert "NaN" in message or "nan" in message
 
 
 def test_stream_ends_with_an_error(client: TestClient) -> None:
@@ -177,10 +177,10 @@ def test_nan_that_spreads_over_a_batch_fails_only_its_request(damaged: Callable[
             return getattr(session, name)
 
         def run(self, feeds: Any, **more: Any) -> Any:
-            found = session.run(feeds, **more)
+            outputs = session.run(feeds, **more)
             return {
                 name: value + value.isnan().any() * torch.nan if value.isnan().any() else value
-                for name, value in found.items()
+                for name, value in outputs.items()
             }
 
     model._session = Spread()

@@ -36,8 +36,8 @@ def process(*arguments: str, home: str) -> Iterator[tuple[subprocess.Popen[str],
     try:
         port = None
         for line in started.stdout or ():
-            if found := re.match(r"http://127\.0\.0\.1:(\d+)/docs", line):
-                port = int(found[1])
+            if match := re.match(r"http://127\.0\.0\.1:(\d+)/docs", line):
+                port = int(match[1])
                 break
         assert port, "".join(errors)
         yield started, port
@@ -97,23 +97,23 @@ def test_signal_completes_accepted_requests(tiny_folder: Callable[..., Path], tm
     # this reason.
     with process(str(folder), "--backend", "pytorch", "--max-wait-ms", "600000", home=str(tmp_path)) as (server, port):
         callers = [Caller(port) for _ in range(8)]
-        for one in callers:
-            one.start()
+        for caller in callers:
+            caller.start()
         deadline = time.monotonic() + 30
-        while sum(one.answered for one in callers) < 50:
+        while sum(caller.answered for caller in callers) < 50:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         server.send_signal(signal.SIGTERM)
-        for one in callers:
-            one.join(30)
+        for caller in callers:
+            caller.join(30)
         assert server.wait(30) == 0
-    assert [one.lost for one in callers] == [[]] * 8
-    assert sum(one.refused for one in callers) == 8, "some found the door closed instead of being told"
+    assert [caller.lost for caller in callers] == [[]] * 8
+    assert sum(caller.refused for caller in callers) == 8, "some found the door closed instead of being told"
 
 
 def test_port_in_use_raises_with_fix(tiny_folder: Callable[..., Path]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
         done = CliRunner().invoke(app, ["serve", str(tiny_folder("bert", "text-classification")), "--port", port])
     assert done.exit_code == 2
     assert "--port" in done.output
@@ -121,15 +121,15 @@ def test_port_in_use_raises_with_fix(tiny_folder: Callable[..., Path]) -> None:
 
 def test_foreign_address_raises_with_fix(tiny_folder: Callable[..., Path]) -> None:
     # Addresses in 192.0.2.0/24 are reserved for documentation, so no machine has this address.
-    asked = ["serve", str(tiny_folder("bert", "text-classification")), "--port", "0", "--host", "192.0.2.1"]
-    done = CliRunner().invoke(app, asked)
+    arguments = ["serve", str(tiny_folder("bert", "text-classification")), "--port", "0", "--host", "192.0.2.1"]
+    done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, "--host" in done.output) == (2, True)
 
 
 @pytest.mark.parametrize("option", ["--replicas", "--cpus", "--gpus"])
-@pytest.mark.parametrize("asked", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
-def test_ray_options_are_refused_without_ray(asked: list[str], option: str) -> None:
-    done = CliRunner().invoke(app, [*asked, option, "2"])
+@pytest.mark.parametrize("arguments", [["serve", "model"], ["batch", "model", "--data", "a.csv", "--out", "out"]])
+def test_ray_options_are_refused_without_ray(arguments: list[str], option: str) -> None:
+    done = CliRunner().invoke(app, [*arguments, option, "2"])
     assert (done.exit_code, f"{option} can be used only with --ray" in done.output) == (2, True)
 
 

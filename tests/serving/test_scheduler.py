@@ -36,15 +36,15 @@ def model(generator: Callable[..., Artifact]) -> Any:
 @pytest.fixture
 def engine(model: Any) -> Iterator[Engines]:
     """Return a function that starts generation engines. All engines are closed after the test."""
-    made: list[GenerationEngine] = []
+    engines: list[GenerationEngine] = []
 
     def get(opened: Any = None, **limits: Any) -> GenerationEngine:
-        made.append(GenerationEngine(opened or model, tiny_tokenizer(), limits=GenerationLimits(**limits)))
-        return made[-1]
+        engines.append(GenerationEngine(opened or model, tiny_tokenizer(), limits=GenerationLimits(**limits)))
+        return engines[-1]
 
     yield get
-    for one in made:
-        one.close(drain=False)
+    for opened_engine in engines:
+        opened_engine.close(drain=False)
 
 
 class Turnstile:
@@ -77,8 +77,8 @@ def alone(model: Any, prompt: list[int], new: int, seed: int | None = None, **op
         torch.manual_seed(seed)
         options["do_sample"] = True
     ids = torch.tensor([prompt])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)[0].tolist()
-    return found[1:] if model.config.is_encoder_decoder else found[len(prompt) :]
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **options)[0].tolist()
+    return tokens[1:] if model.config.is_encoder_decoder else tokens[len(prompt) :]
 
 
 def ids(generation: Any) -> list[int]:
@@ -94,12 +94,12 @@ def test_each_generation_equals_a_single_call(engine: Engines, model: Any, rows:
     rows run.
     """
     served = engine(rows=rows)
-    asked = [
+    options = [
         GenerationOptions(max_new_tokens=new, **({"seed": i, **SAMPLED} if i % 2 else {})) for i, new in enumerate(NEW)
     ]
-    found = [ids(one) for one in [served.submit(p, o) for p, o in zip(PROMPTS, asked, strict=True)]]
+    generated = [ids(tokens) for tokens in [served.submit(p, o) for p, o in zip(PROMPTS, options, strict=True)]]
     for i, (prompt, new) in enumerate(zip(PROMPTS, NEW, strict=True)):
-        assert found[i] == (alone(model, prompt, new, seed=i, **SAMPLED) if i % 2 else alone(model, prompt, new))
+        assert generated[i] == (alone(model, prompt, new, seed=i, **SAMPLED) if i % 2 else alone(model, prompt, new))
 
 
 def test_rows_run_in_one_batch(engine: Engines, turnstile: Turnstile) -> None:
@@ -123,21 +123,21 @@ def test_logits_of_joined_rows_equal_single_rows_exactly(model: Any) -> None:
     joined = read(PROMPTS[0])
     for prompt in PROMPTS[1:4]:
         joined.join(read(prompt))
-    held = torch.tensor([len(prompt) for prompt in PROMPTS[:4]])
+    lengths = torch.tensor([len(prompt) for prompt in PROMPTS[:4]])
     for _ in range(2):
         total = joined.get_seq_length() + 1
-        found = model(
+        logits = model(
             input_ids=torch.full((4, 1), 9),
-            attention_mask=(torch.arange(total) >= (total - 1 - held).unsqueeze(1)).long(),
-            position_ids=held.unsqueeze(1),
+            attention_mask=(torch.arange(total) >= (total - 1 - lengths).unsqueeze(1)).long(),
+            position_ids=lengths.unsqueeze(1),
             past_key_values=joined,
         ).logits
-        held = held + 1
+        lengths = lengths + 1
     for row, prompt in enumerate(PROMPTS[:4]):
         cache = read(prompt)
         for _ in range(2):
             expected = model(input_ids=torch.tensor([[9]]), past_key_values=cache).logits
-        assert torch.equal(found[row], expected[0])
+        assert torch.equal(logits[row], expected[0])
 
 
 def test_unused_cache_columns_are_dropped(engine: Engines, model: Any) -> None:
@@ -161,12 +161,12 @@ def test_end_token_ends_the_generation(engine: Engines, model: Any) -> None:
     end = tokens[5]
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, 0
     try:
-        found = list(engine().submit(PROMPTS[0], GenerationOptions(max_new_tokens=12)))
+        generated = list(engine().submit(PROMPTS[0], GenerationOptions(max_new_tokens=12)))
         beyond = ids(engine().submit(PROMPTS[0], GenerationOptions(max_new_tokens=12, ignore_eos=True)))
     finally:
         model.generation_config.eos_token_id = None
-    assert [token.id for token in found] == tokens[: tokens.index(end) + 1]
-    assert found[-1].finish == "stop"
+    assert [token.id for token in generated] == tokens[: tokens.index(end) + 1]
+    assert generated[-1].finish == "stop"
     assert beyond == tokens
 
 
@@ -182,18 +182,18 @@ def test_end_token_ends_the_generation(engine: Engines, model: Any) -> None:
 def test_options_equal_transformers(
     engine: Engines, model: Any, options: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
-    found = ids(engine().submit(PROMPTS[3], GenerationOptions(max_new_tokens=10, **options)))
-    assert found == alone(model, PROMPTS[3], 10, **theirs)
+    generated = ids(engine().submit(PROMPTS[3], GenerationOptions(max_new_tokens=10, **options)))
+    assert generated == alone(model, PROMPTS[3], 10, **theirs)
 
 
 def test_openai_penalties(engine: Engines, model: Any) -> None:
     """With a very large presence penalty, no token occurs twice."""
     plain = alone(model, PROMPTS[1], 40)
-    found = ids(engine().submit(PROMPTS[1], GenerationOptions(max_new_tokens=40, presence_penalty=500.0)))
+    generated = ids(engine().submit(PROMPTS[1], GenerationOptions(max_new_tokens=40, presence_penalty=500.0)))
     assert len(set(plain)) < 40
-    assert len(set(found)) == 40
+    assert len(set(generated)) == 40
     first = next(i for i in range(1, 40) if plain[i] in plain[:i])
-    assert found[:first] == plain[:first]
+    assert generated[:first] == plain[:first]
 
 
 def test_invalid_sampling_fails_only_its_row(engine: Engines, model: Any) -> None:
@@ -214,10 +214,10 @@ def test_cancelling_frees_the_row(engine: Engines, turnstile: Turnstile, model: 
     second = served.submit(PROMPTS[1], GenerationOptions(max_new_tokens=5))
     turnstile.open(2)
     tokens = iter(first)
-    seen = [next(tokens).id for _ in range(2)]
+    received = [next(tokens).id for _ in range(2)]
     first.cancel()
     turnstile.open()
-    assert seen == alone(model, PROMPTS[0], 2)
+    assert received == alone(model, PROMPTS[0], 2)
     assert ids(second) == alone(model, PROMPTS[1], 5)
     assert sum(turnstile.rows) < 20
 
@@ -233,12 +233,12 @@ def test_waiting_prompt_can_be_cancelled(engine: Engines, turnstile: Turnstile) 
 
 
 async def _first_tokens(served: GenerationEngine, count: int) -> list[int]:
-    found = []
+    first_ids = []
     async for token in served.generate(PROMPTS[0], GenerationOptions(max_new_tokens=60)):
-        found.append(token.id)
-        if len(found) == count:
+        first_ids.append(token.id)
+        if len(first_ids) == count:
             break
-    return found
+    return first_ids
 
 
 def test_task_that_stops_iterating_frees_its_row(engine: Engines, turnstile: Turnstile, model: Any) -> None:
@@ -260,9 +260,9 @@ def test_event_loop_with_many_tasks(engine: Engines, model: Any) -> None:
     async def all_of_them() -> list[list[int]]:
         return await asyncio.gather(*(ask(i % 5) for i in range(15)))
 
-    found = asyncio.run(all_of_them())
+    results = asyncio.run(all_of_them())
     expected = [alone(model, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
-    assert found == expected * 3
+    assert results == expected * 3
 
 
 def test_full_queue_raises(engine: Engines, turnstile: Turnstile) -> None:
@@ -275,7 +275,7 @@ def test_full_queue_raises(engine: Engines, turnstile: Turnstile) -> None:
     with pytest.raises(QueueFullError):
         served.submit(PROMPTS[3], options)
     turnstile.open()
-    assert [len(ids(one)) for one in waiting] == [4, 4]
+    assert [len(ids(tokens)) for tokens in waiting] == [4, 4]
 
 
 def test_rows_wait_for_room_in_the_cache(engine: Engines, turnstile: Turnstile) -> None:
@@ -285,7 +285,7 @@ def test_rows_wait_for_room_in_the_cache(engine: Engines, turnstile: Turnstile) 
     served = engine(rows=8, cache_tokens=45)
     answers = [served.submit([7] * 10, GenerationOptions(max_new_tokens=10)) for _ in range(4)]
     turnstile.open()
-    assert [len(ids(one)) for one in answers] == [10] * 4
+    assert [len(ids(tokens)) for tokens in answers] == [10] * 4
     assert max(turnstile.rows) == 2
 
 
@@ -334,7 +334,7 @@ def test_closing_completes_accepted_prompts(engine: Engines, model: Any) -> None
     served = engine(rows=1)
     answers = [served.submit(prompt, GenerationOptions(max_new_tokens=8)) for prompt in PROMPTS]
     served.close()
-    assert [ids(one) for one in answers] == [alone(model, prompt, 8) for prompt in PROMPTS]
+    assert [ids(tokens) for tokens in answers] == [alone(model, prompt, 8) for prompt in PROMPTS]
     with pytest.raises(EngineClosedError):
         served.submit(PROMPTS[0], GenerationOptions())
 
@@ -375,8 +375,8 @@ def test_families_and_backends(engine: Engines, generator: Callable[..., Artifac
     kind = accel.ORTModelForSeq2SeqLM if family in ("t5", "bart") else accel.ORTModelForCausalLM
     opened: Any = kind.from_pretrained(artifact.path, backend=backend)
     served = engine(opened, rows=3)
-    found = [
-        ids(one)
-        for one in [served.submit(p, GenerationOptions(max_new_tokens=n)) for p, n in zip(PROMPTS, NEW, strict=True)]
+    generated = [
+        ids(tokens)
+        for tokens in [served.submit(p, GenerationOptions(max_new_tokens=n)) for p, n in zip(PROMPTS, NEW, strict=True)]
     ]
-    assert found == [alone(opened, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
+    assert generated == [alone(opened, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]

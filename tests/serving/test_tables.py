@@ -42,9 +42,9 @@ def test_parts_contain_the_whole_table(suffix: str, size: int, tmp_path: Path) -
     table = scan(write(tmp_path / f"rows{suffix}"), size)
     assert [part.start for part in table.parts] == list(range(0, len(VALUES), size))
     # Read the parts in reverse order, because a continued run may start with any part.
-    found: list[Any] = [row for part in reversed(table.parts) for row in reversed(table.read(part, ["text"]))]
+    rows: list[Any] = [row for part in reversed(table.parts) for row in reversed(table.read(part, ["text"]))]
     empty = None if suffix in (".csv", ".tsv") else ""
-    assert [row["text"] for row in reversed(found)] == [value or empty for value in VALUES]
+    assert [row["text"] for row in reversed(rows)] == [value or empty for value in VALUES]
     assert set(table.columns) == {"id", "text"}
 
 
@@ -113,7 +113,7 @@ def test_other_files_are_refused(names: dict[str, str], message: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("operation", "columns", "named", "found"),
+    ("operation", "columns", "named", "expected"),
     [
         ("embed", ["id", "text"], {}, {"text": "text"}),
         ("embed", ["review"], {}, {"text": "review"}),
@@ -123,8 +123,8 @@ def test_other_files_are_refused(names: dict[str, str], message: str, tmp_path: 
         ("rank", ["query", "documents"], {}, {"query": "query", "documents": "documents"}),
     ],
 )
-def test_columns_are_found(operation: str, columns: list[str], named: dict[str, str], found: dict[str, str]) -> None:
-    assert find_columns(all_operations()[operation], columns, named) == found
+def test_columns_are_found(operation: str, columns: list[str], named: dict[str, str], expected: dict[str, str]) -> None:
+    assert find_columns(all_operations()[operation], columns, named) == expected
 
 
 def test_unknown_columns_raise() -> None:
@@ -149,6 +149,6 @@ def test_unknown_columns_raise() -> None:
     ],
 )
 def test_value_of_wrong_type_is_named(operation: str, row: dict[str, Any], reason: str) -> None:
-    found = inputs_of(all_operations()[operation], row, {name: name for name in row})
-    assert isinstance(found, FailedRow)
-    assert reason in found.reason
+    row_inputs = inputs_of(all_operations()[operation], row, {name: name for name in row})
+    assert isinstance(row_inputs, FailedRow)
+    assert reason in row_inputs.reason

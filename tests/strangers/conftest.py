@@ -20,7 +20,7 @@ def folders(shared: Callable[..., Path]) -> Path:
             archive.extractall(out, filter="data")
         with tarfile.open(FOREIGN / "folders.tar.xz") as archive:
             archive.extractall(
-                out, [one for one in archive.getmembers() if one.name.startswith("genai/")], filter="data"
+                out, [member for member in archive.getmembers() if member.name.startswith("genai/")], filter="data"
             )
 
     return shared("strangers", unpack)

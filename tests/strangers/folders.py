@@ -33,18 +33,18 @@ def stored(folders: Path, tool: str, name: str) -> Any:
     return json.loads((folders / "answers" / f"{tool}-{name}.json").read_text(encoding="utf-8"))
 
 
-def same(found: Any, expected: Any, tolerance: float) -> bool:
+def same(actual: Any, expected: Any, tolerance: float) -> bool:
     """Return whether two outputs are equal. Numbers may differ by a relative tolerance."""
     if isinstance(expected, dict):
         return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(same(found[name], expected[name], tolerance) for name in expected)
+            isinstance(actual, dict)
+            and actual.keys() == expected.keys()
+            and all(same(actual[name], expected[name], tolerance) for name in expected)
         )
     if isinstance(expected, list):
-        return len(found) == len(expected) and all(
-            same(one, other, tolerance) for one, other in zip(found, expected, strict=True)
+        return len(actual) == len(expected) and all(
+            same(item, other, tolerance) for item, other in zip(actual, expected, strict=True)
         )
     if isinstance(expected, float):
-        return bool(abs(found - expected) <= tolerance * max(1, abs(expected)))
-    return bool(found == expected)
+        return bool(abs(actual - expected) <= tolerance * max(1, abs(expected)))
+    return bool(actual == expected)

@@ -59,10 +59,10 @@ def answered(name: str, folder: Path, **loading: Any) -> Iterator[tuple[Any, lis
 
 
 def compare(name: str, folder: Path, expected: list[Any], tolerance: float = CLOSE, **loading: Any) -> None:
-    for (question, found), wanted in zip(answered(name, folder, **loading), expected, strict=True):
+    for (question, answer), expected_answer in zip(answered(name, folder, **loading), expected, strict=True):
         # The stored output is `None` if the tool's version of transformers has no pipeline for the question.
-        if wanted is not None:
-            assert same(found, wanted, tolerance), f"{question.task}: {found} instead of {wanted}"
+        if expected_answer is not None:
+            assert same(answer, expected_answer, tolerance), f"{question.task}: {answer} instead of {expected_answer}"
 
 
 @pytest.mark.parametrize("name", OPTIMUM)
@@ -124,14 +124,14 @@ def test_onnxruntime_genai(name: str, folders: Path) -> None:
     prompts = [[5, 6, 7], [12], [31, 9, 14, 20, 22]]
     options: list[dict[str, Any]] = [{}, {"num_beams": 3, "early_stopping": True}, {"repetition_penalty": 1.4}]
     with accel.ORTModelForCausalLM.from_pretrained(folders / "genai" / name) as model:
-        for one, expected in zip(options, stored(folders, "genai", name), strict=True):
-            found = [
-                model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, **one)[
+        for settings, expected in zip(options, stored(folders, "genai", name), strict=True):
+            tokens = [
+                model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, **settings)[
                     0, len(prompt) :
                 ].tolist()
                 for prompt in prompts
             ]
-            assert found == expected, one
+            assert tokens == expected, settings
 
 
 @pytest.fixture
@@ -181,48 +181,48 @@ def short_texts(name: str, folders: Path) -> tuple[list[str], list[Any]]:
 @pytest.fixture(scope="module")
 def client(folders: Path) -> Iterator[TestClient]:
     names = ("labels", "tags", "spans", "mask", "entail", "features", "score")
-    with TestClient(create_app(accel.Engine({name: str(folders / "optimum" / name) for name in names}))) as made:
-        yield made
+    with TestClient(create_app(accel.Engine({name: str(folders / "optimum" / name) for name in names}))) as test_client:
+        yield test_client
 
 
 SERVED: list[tuple[str, str, int, Callable[[Any], dict[str, Any]]]] = [
-    ("labels", "/classify", 0, lambda one: {"inputs": one, "top_k": None, "truncate": True}),
-    ("score", "/classify", 0, lambda one: {"inputs": one, "truncate": True}),
-    ("entail", "/classify", 0, lambda one: {"inputs": one, "top_k": None}),
-    ("tags", "/ner", 1, lambda one: {"inputs": one, "aggregation_strategy": "simple"}),
-    ("spans", "/qa", 0, lambda one: {**one, "top_k": 2}),
-    ("mask", "/fill-mask", 0, lambda one: {"inputs": one, "top_k": 3}),
-    ("entail", "/zero-shot", 1, lambda one: {"inputs": one, **questions.CASES["entail"][1].options}),
+    ("labels", "/classify", 0, lambda text: {"inputs": text, "top_k": None, "truncate": True}),
+    ("score", "/classify", 0, lambda text: {"inputs": text, "truncate": True}),
+    ("entail", "/classify", 0, lambda text: {"inputs": text, "top_k": None}),
+    ("tags", "/ner", 1, lambda text: {"inputs": text, "aggregation_strategy": "simple"}),
+    ("spans", "/qa", 0, lambda qa: {**qa, "top_k": 2}),
+    ("mask", "/fill-mask", 0, lambda text: {"inputs": text, "top_k": 3}),
+    ("entail", "/zero-shot", 1, lambda text: {"inputs": text, **questions.CASES["entail"][1].options}),
 ]
 
 
 @pytest.mark.parametrize(("name", "path", "index", "body"), SERVED, ids=[f"{path}-{name}" for name, path, *_ in SERVED])
 def test_server(name: str, path: str, index: int, body: Any, folders: Path, client: TestClient) -> None:
     question = questions.CASES[name][index]
-    for one, expected in zip(question.inputs, stored(folders, "optimum", name)[index], strict=True):
-        reply = client.post(path, json={"model": name, **body(one)})
+    for single_input, expected in zip(question.inputs, stored(folders, "optimum", name)[index], strict=True):
+        reply = client.post(path, json={"model": name, **body(single_input)})
         assert reply.status_code == 200, reply.text
-        found = reply.json()
-        found = found[0] if isinstance(found, list) and found and isinstance(found[0], list) else found
-        assert same(found, expected, CLOSE), f"{found} instead of {expected}"
+        answer = reply.json()
+        answer = answer[0] if isinstance(answer, list) and answer and isinstance(answer[0], list) else answer
+        assert same(answer, expected, CLOSE), f"{answer} instead of {expected}"
 
 
 @pytest.mark.parametrize("name", ["labels", "score", "entail"])
 def test_offline_batches(name: str, folders: Path, tmp_path: Path) -> None:
     texts, answers = short_texts(name, folders)
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts), encoding="utf-8")
+    rows.write_text("".join(json.dumps({"text": row}) + "\n" for row in texts), encoding="utf-8")
     batch(
         str(folders / "optimum" / name), str(rows), tmp_path / "out", format="jsonl", operation="text-classification",
         options={"top_k": 1},
     )  # fmt: skip
-    found = [
+    records = [
         json.loads(line)
         for file in sorted((tmp_path / "out").glob("rows-*.jsonl"))
         for line in file.read_text(encoding="utf-8").splitlines()
     ]
-    assert [(one["label"], pytest.approx(one["score"], rel=CLOSE)) for one in found] == [
-        (one[0]["label"], one[0]["score"]) for one in answers
+    assert [(row["label"], pytest.approx(row["score"], rel=CLOSE)) for row in records] == [
+        (row[0]["label"], row[0]["score"]) for row in answers
     ]
 
 
@@ -257,8 +257,8 @@ def test_triton_front_model(name: str, folders: Path, tmp_path: Path) -> None:
     saved = tmp_path / "artifact"
     with accel.ORTModelForSequenceClassification.from_pretrained(folders / "optimum" / name) as model:
         model.save_pretrained(saved)
-    found = deploy(saved, tmp_path / "out", task="text-classification", name="front")
-    front = Front(found.path / "front" / "1", saved)
+    repository = deploy(saved, tmp_path / "out", task="text-classification", name="front")
+    front = Front(repository.path / "front" / "1", saved)
     for text, expected in zip(questions.CASES[name][0].inputs, stored(folders, "optimum", name)[0], strict=True):
         answer = front.ask({"TEXT": [text]}, truncation=True)
         assert answer["LABEL"].tolist() == [[expected[0]["label"].encode()]]

@@ -86,8 +86,8 @@ def answers(graph: Path, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
     options.add_session_config_entry("session.x64quantprecision", "1")
     session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_outputs() if not value.name.startswith("present")]
-    found: list[np.ndarray] = session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()})
-    return found
+    outputs: list[np.ndarray] = session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()})
+    return outputs
 
 
 def check(graph: Path, out: Path, component: Component) -> None:
@@ -97,8 +97,8 @@ def check(graph: Path, out: Path, component: Component) -> None:
 
 def infer_shapes(graph: Path, out: Path, component: Component) -> Path:
     """Run onnx's shape inference in strict mode."""
-    made = onnx.shape_inference.infer_shapes(onnx.load(graph), check_type=True, strict_mode=True, data_prop=True)
-    onnx.save(made, out)
+    inferred = onnx.shape_inference.infer_shapes(onnx.load(graph), check_type=True, strict_mode=True, data_prop=True)
+    onnx.save(inferred, out)
     return out
 
 
@@ -194,16 +194,16 @@ CASES = [
 def compared(read: Reader, atol: float, artifact: Artifact, part: str, out: Path) -> None:
     component = artifact.component(part)
     graph = artifact.path / component.file
-    made = read(graph, out, component)
-    if made is None:
+    rewritten = read(graph, out, component)
+    if rewritten is None:
         return
     feeds = inputs_of(artifact, component)
-    for found, expected in zip(answers(made, feeds), answers(graph, feeds), strict=True):
-        assert found.shape == expected.shape
+    for output, expected in zip(answers(rewritten, feeds), answers(graph, feeds), strict=True):
+        assert output.shape == expected.shape
         if atol == INTEGERS:
-            assert np.linalg.norm(found - expected) <= atol * np.linalg.norm(expected)
+            assert np.linalg.norm(output - expected) <= atol * np.linalg.norm(expected)
         else:
-            assert np.abs(found - expected).max() <= atol
+            assert np.abs(output - expected).max() <= atol
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -292,6 +292,6 @@ def test_transformers_js(name: str, exported: Callable[[str], Artifact], tmp_pat
     )
     assert done.returncode == 0, done.stderr
     (expected,) = answers(artifact.file(), feeds)
-    found = np.array(json.loads(done.stdout.strip().splitlines()[-1]), np.float32)
+    output = np.array(json.loads(done.stdout.strip().splitlines()[-1]), np.float32)
     # The WebAssembly kernels add numbers in a different order.
-    assert np.abs(found.reshape(expected.shape) - expected).max() < CLOSE
+    assert np.abs(output.reshape(expected.shape) - expected).max() < CLOSE

@@ -86,9 +86,9 @@ def scorer(folder: Path, **settings: Any) -> accel.ORTModelForSequenceClassifica
 
 
 def check_embeddings(model: accel.ORTModelForFeatureExtraction, expected: dict[str, Any], version: str = "6") -> None:
-    found = model.encode(expected["texts"])
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
+    embeddings = model.encode(expected["texts"])
+    assert embeddings.dtype == np.float32
+    np.testing.assert_allclose(embeddings, expected["embeddings"], **CLOSE)
     # If the prompt is empty, versions 3 and 4 exclude the first special token from pooling, as if the token belonged to
     # the prompt.
     if "passages" in expected and (model.sentence_vectors.settings.include_prompt or version in ("5", "6")):
@@ -140,8 +140,8 @@ def test_modules_after_the_graph_are_kept_by_other_stages(graph_alone: Folder, a
     with embedder(folder) as model:
         model.save_pretrained(tmp_path / "saved")
     accel.optimize(folder, tmp_path / "optimized", level="O1")
-    for made in ("saved", "optimized"):
-        with embedder(tmp_path / made) as model:
+    for stage in ("saved", "optimized"):
+        with embedder(tmp_path / stage) as model:
             check_embeddings(model, expected)
     accel.quantize(folder, tmp_path / "quantized", scheme="dynamic-int8")
     with embedder(tmp_path / "quantized") as model:
@@ -181,7 +181,7 @@ def renamed(graph: onnx.ModelProto, name: str) -> None:
     (output,) = graph.graph.output
     for node in graph.graph.node:
         for part in (node.input, node.output):
-            part[:] = [name if one == output.name else one for one in part]
+            part[:] = [name if old_name == output.name else old_name for old_name in part]
     output.name = name
 
 
@@ -211,9 +211,9 @@ def test_float16_states_are_pooled_in_float32(graph_alone: Folder) -> None:
     )
     onnx.save(graph, folder / "onnx" / "model.onnx")
     with embedder(folder) as model:
-        found = model.encode(["card " * 40])
-        assert found.dtype == np.float32
-        np.testing.assert_allclose(found, np.full((1, 8), 8**-0.5), rtol=1e-5)
+        embeddings = model.encode(["card " * 40])
+        assert embeddings.dtype == np.float32
+        np.testing.assert_allclose(embeddings, np.full((1, 8), 8**-0.5), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CROSS)
@@ -240,7 +240,7 @@ def test_prompts_of_a_cross_encoder(root: Path, answers: Any) -> None:
     query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
     with scorer(root / "6" / "cross-prompt") as model:
         np.testing.assert_allclose(model.predict(expected["pairs"]), expected["scores"], **CLOSE)
-        ranked = {one["corpus_id"]: one["score"] for one in model.rank(query, documents)}
+        ranked = {entry["corpus_id"]: entry["score"] for entry in model.rank(query, documents)}
         np.testing.assert_allclose([ranked[0], ranked[1]], expected["scores"][:2], **CLOSE)
         named = model.predict(expected["pairs"], prompt_name="other")
         np.testing.assert_allclose(model.predict(expected["pairs"], prompt="please "), named, **CLOSE)
@@ -266,12 +266,16 @@ def test_server_gives_the_librarys_embeddings(root: Path, answers: Any, version:
     with accel.ORTModel.from_pretrained(root / version / name) as model:
         app = create_app(accel.Engine({"embedder": model}), ServerSettings())
         with starlette.TestClient(app) as client:
-            found = client.post("/embed", json={"inputs": expected["texts"], "normalize": False}).json()
-            np.testing.assert_allclose(found, expected["embeddings"], **CLOSE)
-            found = client.post("/v1/embeddings", json={"input": expected["texts"], "model": "embedder"}).json()
+            answer = client.post("/embed", json={"inputs": expected["texts"], "normalize": False}).json()
+            np.testing.assert_allclose(answer, expected["embeddings"], **CLOSE)
+            answer = client.post("/v1/embeddings", json={"input": expected["texts"], "model": "embedder"}).json()
             vectors = np.array(expected["embeddings"])
-            given = np.array([one["embedding"] for one in found["data"]])
-            cosines = (given * vectors).sum(1) / np.linalg.norm(given, axis=1) / np.linalg.norm(vectors, axis=1)
+            vectors_of_api = np.array([item["embedding"] for item in answer["data"]])
+            cosines = (
+                (vectors_of_api * vectors).sum(1)
+                / np.linalg.norm(vectors_of_api, axis=1)
+                / np.linalg.norm(vectors, axis=1)
+            )
             np.testing.assert_allclose(cosines, 1, **CLOSE)
 
 
@@ -279,8 +283,8 @@ def test_server_gives_the_librarys_ranking(root: Path, answers: Any) -> None:
     expected = answers("6", "cross-prompt")
     query, documents = expected["pairs"][0][0], [pair[1] for pair in expected["pairs"][:2]]
     with accel.ORTModel.from_pretrained(root / "6" / "cross-prompt") as model, Engine(model) as engine:
-        found = {one["corpus_id"]: one["score"] for one in engine.run((query, documents), operation="rank")}
-    np.testing.assert_allclose([found[0], found[1]], expected["scores"][:2], **CLOSE)
+        scores = {entry["corpus_id"]: entry["score"] for entry in engine.run((query, documents), operation="rank")}
+    np.testing.assert_allclose([scores[0], scores[1]], expected["scores"][:2], **CLOSE)
 
 
 @pytest.mark.parametrize("name", SETTINGS_OUTSIDE_THE_GRAPH)
@@ -290,8 +294,8 @@ def test_offline_batches_give_the_librarys_embeddings(root: Path, answers: Any, 
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in expected["texts"]))
     with accel.ORTModel.from_pretrained(root / "6" / name) as model:
         batch(model, rows, tmp_path / "out", operation="embed")
-    found = parquet.read_table(tmp_path / "out").to_pydict()["embedding"]
-    np.testing.assert_allclose(np.array(found), expected["embeddings"], **CLOSE)
+    embeddings = parquet.read_table(tmp_path / "out").to_pydict()["embedding"]
+    np.testing.assert_allclose(np.array(embeddings), expected["embeddings"], **CLOSE)
 
 
 @pytest.mark.parametrize("version", ["3", "6"])
@@ -304,24 +308,24 @@ def test_evaluation_compares_the_librarys_embeddings(root: Path, answers: Any, v
     products = [float(first @ second) for first, second in pairs]
     lengths = [1.0 if name == "dot" else float(np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs]
     settings = {} if (root / version / name / "onnx").is_dir() else {"backend": "pytorch"}
-    found = accel.evaluate(root / version / name, rows, **settings)
-    np.testing.assert_allclose(found.predictions, np.array(products) / lengths, rtol=0, atol=1e-4)
+    evaluation = accel.evaluate(root / version / name, rows, **settings)
+    np.testing.assert_allclose(evaluation.predictions, np.array(products) / lengths, rtol=0, atol=1e-4)
 
 
 def test_evaluation_ranks_with_the_prompt(root: Path, answers: Any) -> None:
     expected = answers("6", "cross-prompt")
     (query, good), (_, bad) = expected["pairs"][:2]
-    found = accel.evaluate(root / "6" / "cross-prompt", [{"query": query, "positive": [good], "negative": [bad]}])
-    (logits,) = found.predictions
+    evaluation = accel.evaluate(root / "6" / "cross-prompt", [{"query": query, "positive": [good], "negative": [bad]}])
+    (logits,) = evaluation.predictions
     np.testing.assert_allclose(1 / (1 + np.exp(-np.array(logits))), expected["scores"][:2], **CLOSE)
 
 
 def test_original_model_is_compared_with_the_same_prompt(root: Path, answers: Any, tmp_path: Path) -> None:
     texts = answers("6", "prompt-excluded")["texts"]
     rows = [{"sentence1": texts[i], "sentence2": texts[i - 1], "score": float(i)} for i in range(len(texts))]
-    found = accel.evaluate(root / "6" / "prompt-excluded", rows, against=root / "6" / "prompt-excluded")
-    assert found.comparison is not None
-    assert found.value == pytest.approx(found.comparison.value, abs=1e-6)
+    evaluation = accel.evaluate(root / "6" / "prompt-excluded", rows, against=root / "6" / "prompt-excluded")
+    assert evaluation.comparison is not None
+    assert evaluation.value == pytest.approx(evaluation.comparison.value, abs=1e-6)
 
 
 def test_graph_is_compared_with_the_weights_next_to_it(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -380,21 +384,23 @@ def triton_front(folder: Path, out: Path, task: str) -> Callable[[dict[str, list
 
     with accel.ORTModel.from_pretrained(folder) as model:
         artifact = model.artifact
-    made = deploy(artifact, out / "repository", task=task, name="front")
-    batches = TextRequestHandler(made.path / "front" / "1")
+    repository = deploy(artifact, out / "repository", task=task, name="front")
+    batches = TextRequestHandler(repository.path / "front" / "1")
     session = onnxruntime.InferenceSession(
         str(artifact.path / artifact.components[0].file), providers=["CPUExecutionProvider"]
     )
     names = list(batches.settings["outputs"])
 
     def answer(texts: dict[str, list[str]]) -> dict[str, Any]:
-        given = {name: np.array([[one.encode() for one in values]], dtype=object) for name, values in texts.items()}
-        (found,) = batches.answer(
-            [Request(given, {})], lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
+        inputs = {
+            name: np.array([[value.encode() for value in values]], dtype=object) for name, values in texts.items()
+        }
+        (outputs,) = batches.answer(
+            [Request(inputs, {})], lambda feeds: dict(zip(names, session.run(names, dict(feeds)), strict=True))
         )
-        if isinstance(found, Exception):
-            raise found
-        return dict(found)
+        if isinstance(outputs, Exception):
+            raise outputs
+        return dict(outputs)
 
     return answer
 
@@ -531,7 +537,11 @@ def test_left_padding_does_not_change_the_first_token(root: Path, answers: Any, 
             alone = np.stack([model.encode(text) for text in texts])
             # BERT's position ids count padding tokens on the left. Therefore only texts of the maximum length give the
             # same outputs in a batch as alone.
-            rows = [i for i, text in enumerate(texts) if len(text.split()) == max(len(one.split()) for one in texts)]
+            rows = [
+                i
+                for i, text in enumerate(texts)
+                if len(text.split()) == max(len(other_text.split()) for other_text in texts)
+            ]
             np.testing.assert_allclose(model.encode(texts)[rows], alone[rows], **CLOSE)
 
 

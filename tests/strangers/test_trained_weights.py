@@ -86,10 +86,10 @@ def test_minilm_with_the_int8_graph_of_another_package(tmp_path: Path) -> None:
         tokens = dict(tokenizer([text], return_tensors="np"))
         expected.append(pooled(session.run(None, tokens)[0], tokens["attention_mask"])[0])
     with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
-        found = np.concatenate([model.encode([text]) for text in TEXTS])
-    np.testing.assert_allclose(found, np.array(expected), atol=CLOSE)
+        vectors = np.concatenate([model.encode([text]) for text in TEXTS])
+    np.testing.assert_allclose(vectors, np.array(expected), atol=CLOSE)
     # The compared number is the cosine similarity of the int8 vector and the float32 vector.
-    assert ((found * minilm_vectors()).sum(1) > 0.97).all()
+    assert ((vectors * minilm_vectors()).sum(1) > 0.97).all()
 
 
 def test_graph_without_settings_runs_as_a_custom_model() -> None:
@@ -136,8 +136,8 @@ def test_flan_t5_in_int8_generates_as_its_graphs(titles: Path) -> None:
                     "encoder_attention_mask": mask,
                 }
                 expected.append(int(decoder.run(["logits"], feeds)[0][0, -1].argmax()))
-            found = model.generate(torch.tensor(ids), max_length=12, num_beams=1, do_sample=False)
-            assert found[0].tolist() == expected
+            tokens = model.generate(torch.tensor(ids), max_length=12, num_beams=1, do_sample=False)
+            assert tokens[0].tolist() == expected
 
 
 @pytest.mark.parametrize("backend", ["cpu", "openvino"])
@@ -150,23 +150,26 @@ def test_iglm_generates_as_pytorch(backend: str) -> None:
     }  # fmt: skip
     with accel.ORTModelForCausalLM.from_pretrained(folder, backend=backend) as model:
         for beams in (1, 3):
-            found = model.generate(prompts, num_beams=beams, **options)
-            assert found.tolist() == original.generate(prompts, num_beams=beams, **options).tolist()
+            tokens = model.generate(prompts, num_beams=beams, **options)
+            assert tokens.tolist() == original.generate(prompts, num_beams=beams, **options).tolist()
 
 
 def test_rxnmapper_fill_mask_equals_pytorch() -> None:
     folder = weights("rxnmapper", "rxnmapper", "models", "transformers", "albert_heads_8_uspto_all_1310k")
     words = (folder / "vocab.txt").read_text(encoding="utf-8").split()
-    rows = [[words.index(word) if word in words else words.index("[UNK]") for word in one.split()] for one in REACTIONS]
+    rows = [
+        [words.index(word) if word in words else words.index("[UNK]") for word in reaction.split()]
+        for reaction in REACTIONS
+    ]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     with torch.no_grad():
         expected = transformers.AutoModelForMaskedLM.from_pretrained(folder)(input_ids=ids, attention_mask=mask).logits
     with accel.ORTModelForMaskedLM.from_pretrained(folder) as model:
-        found = model(input_ids=ids, attention_mask=mask).logits
+        logits = model(input_ids=ids, attention_mask=mask).logits
     # The tolerance is large because the logits are up to 20.
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=1e-4)
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=2e-3, rtol=1e-4)
 
 
 def test_rxnfp_hidden_states_equal_pytorch() -> None:
@@ -176,5 +179,5 @@ def test_rxnfp_hidden_states_equal_pytorch() -> None:
     with torch.no_grad():
         expected = transformers.AutoModel.from_pretrained(folder)(input_ids=ids, attention_mask=mask).last_hidden_state
     with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
-        found = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-3, rtol=1e-4)
+        hidden_states = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(hidden_states[mask.bool()], expected[mask.bool()], atol=1e-3, rtol=1e-4)

@@ -118,14 +118,14 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tarfile.open(_SCRIPTS.parent / "folders.tar.xz") as archive:
         archive.extractall(out / "foreign", filter="data")
-    known = dict(one.split("=", 1) for one in arguments.python)
+    interpreters = dict(setting.split("=", 1) for setting in arguments.python)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONPATH", None)
     for tool in TOOLS:
         if arguments.only and tool.name not in arguments.only:
             continue
         place = out / "environment"
-        python = known.get(tool.name) or interpreter(tool, place, arguments.pip.split())
+        python = interpreters.get(tool.name) or interpreter(tool, place, arguments.pip.split())
         for script, *words in tool.scripts:
             subprocess.run([python, _SCRIPTS / script, *words], check=True, cwd=out, env=environment)
         shutil.rmtree(place, ignore_errors=True)

@@ -42,14 +42,14 @@ _EXAMPLES = """examples:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         prog="python -m tests.sweep",
         description="Every architecture of transformers, through every backend that is here, compared with PyTorch.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add = made.add_argument
+    add = argument_parser.add_argument
     add(
         "--only", action="append", default=[], metavar="PATTERN", help="architectures, or architecture/task; repeatable"
     )
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")
     add("--export-to", type=Path, metavar="DIR", help="write float16 graphs for a machine with a GPU")
     add("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")
-    return made
+    return argument_parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,11 +160,11 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
         store.merge(Store(options.artifacts / "sweep.json").cells)
     digests = {name: digest_of(name) for name in (*backends, "pytorch")}
     if options.fresh:
-        wanted = {(pair.architecture, pair.task) for pair in chosen}
+        chosen_names = {(pair.architecture, pair.task) for pair in chosen}
         store.cells = {
             key: cell
             for key, cell in store.cells.items()
-            if (cell.architecture, cell.task) not in wanted or cell.backend not in (*backends, "pytorch")
+            if (cell.architecture, cell.task) not in chosen_names or cell.backend not in (*backends, "pytorch")
         }
     store.about = _joined(store.about, about(backends))
     if options.artifacts is None:
@@ -194,10 +194,10 @@ def _export(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
             chosen, [GPU], store, digests=digests, jobs=options.jobs, limit_s=options.limit_seconds, advance=advance,
             sweep=functools.partial(gpu.export_for_gpu, root),
         )  # fmt: skip
-    made = [gpu.folder_of(root, pair) for pair in chosen if gpu.is_ready(root, pair)]
-    ready = sum((folder / "O4").is_dir() for folder in made)
+    folders = [gpu.folder_of(root, pair) for pair in chosen if gpu.is_ready(root, pair)]
+    ready = sum((folder / "O4").is_dir() for folder in folders)
     print(
-        f"{len(made)} of {len(chosen)} pairs are in {root}; {len(made) - ready} of them are still to be optimized there."
+        f"{len(folders)} of {len(chosen)} pairs are in {root}; {len(folders) - ready} of them are still to be optimized there."
     )
     return 0
 
@@ -210,9 +210,9 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 def _both(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the versions and processors of two files of results. Different values are joined by `and`."""
 
-    def either(one: str | None, other: str | None) -> str:
+    def either(first: str | None, other: str | None) -> str:
         # An earlier merge may already have joined values. Split them, so that no value occurs twice.
-        return " and ".join(dict.fromkeys(part for text in (one, other) if text for part in text.split(" and ")))
+        return " and ".join(dict.fromkeys(part for text in (first, other) if text for part in text.split(" and ")))
 
     ours, theirs = old.get("versions", {}), new.get("versions", {})
     versions = {name: either(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs})}
@@ -230,15 +230,15 @@ def _build_only(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
             chosen, [], store, digests={"pytorch": digest_of("pytorch")}, jobs=options.jobs,
             limit_s=options.limit_seconds, advance=advance, sweep=sweep_pair,
         )  # fmt: skip
-    for cell in sorted(store.cells.values(), key=lambda one: (one.task, one.architecture)):
+    for cell in sorted(store.cells.values(), key=lambda entry: (entry.task, entry.architecture)):
         print(f"{cell.architecture}/{cell.task}: {cell.reason}")
     print(f"{len(chosen) - len(store.cells)} of {len(chosen)} small models were built and answer.")
     return 0
 
 
 @contextlib.contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[Any], None]]:
-    with tqdm(total=total, desc=what) as bar:
+def _progress(total: int, description: str) -> Iterator[Callable[[Any], None]]:
+    with tqdm(total=total, desc=description) as bar:
 
         def advance(pair: Any) -> None:
             bar.set_postfix_str(pair.name, refresh=False)
@@ -266,15 +266,15 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
         path = options.page if name == "models.md" else options.page.parent / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    found, able = counts(cells), capturable(cells)
-    print(", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
+    totals, able = counts(cells), capturable(cells)
+    print(", ".join(f"{totals[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
     print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
     for line in rows_of(cells):
         print(line)
     for cell in cells:
         if cell.status in (WRONG, FAILED):
             print(f"{cell.status.upper()} {cell.key}: {cell.reason}", file=sys.stderr)
-    return 1 if found[WRONG] else 0
+    return 1 if totals[WRONG] else 0
 
 
 def _stop(*_: object) -> None:

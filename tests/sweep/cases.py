@@ -43,15 +43,15 @@ def pairs(tasks: Sequence[str] = (), only: Sequence[str] = ()) -> list[Pair]:
     Raises:
         TaskError: accel does not have one of the tasks.
     """
-    wanted = {task_spec(task).name for task in tasks}
-    found = [pair for pair in _all_pairs() if not wanted or pair.task in wanted]
+    task_names = {task_spec(task).name for task in tasks}
+    matching = [pair for pair in _all_pairs() if not task_names or pair.task in task_names]
     if only:
-        found = [
+        matching = [
             pair
-            for pair in found
+            for pair in matching
             if any(fnmatch.fnmatchcase(word, pattern) for word in (pair.name, pair.architecture) for pattern in only)
         ]
-    return found
+    return matching
 
 
 def _all_pairs() -> Iterable[Pair]:
@@ -80,16 +80,16 @@ def _models(auto_models: Sequence[str]) -> dict[str, str]:
     """Return the model class name for each model type. If several auto classes contain a model type, the class name of
     the first auto class is used.
     """
-    found: dict[str, str] = {}
+    architectures: dict[str, str] = {}
     for auto_model in auto_models:
-        found = {**_table(auto_model), **found}
-    return found
+        architectures = {**_table(auto_model), **architectures}
+    return architectures
 
 
 def loader_of(pair: Pair) -> Any:
     """Return the auto class of transformers that loads the model of a pair (architecture and task)."""
     names = task_spec(pair.task).auto_models
-    name = next((one for one in names if _table(one).get(pair.architecture) == pair.model), names[0])
+    name = next((loader for loader in names if _table(loader).get(pair.architecture) == pair.model), names[0])
     return getattr(transformers, name)
 
 

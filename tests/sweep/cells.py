@@ -109,7 +109,7 @@ def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
     return tuple(stages)
 
 
-def wanted(pair: Pair, backends: Sequence[str], stages: Sequence[str] = STAGES) -> set[tuple[str, str]]:
+def cells_of(pair: Pair, backends: Sequence[str], stages: Sequence[str] = STAGES) -> set[tuple[str, str]]:
     """Return the (backend, stage) combinations that are tested for a pair (architecture and task), limited to the
     stages in `stages`.
     """
@@ -130,13 +130,13 @@ def sweep_pair(
     """
     with tempfile.TemporaryDirectory(prefix="sweep-") as name:
         folder = Path(name)
-        made = built(pair, report, announce, folder / "model")
+        build = built(pair, report, announce, folder / "model")
         exports: dict[str, Artifact] = {}
-        for backend in backends if made is not None else ():
-            if made is not None and not wanted(pair, [backend]) <= set(skip):
-                model, source, asked = made
+        for backend in backends if build is not None else ():
+            if build is not None and not cells_of(pair, [backend]) <= set(skip):
+                model, source, questions_of_pair = build
                 _Run(
-                    pair=pair, backend=backend, model=model, source=source, asked=asked, folder=folder, exports=exports,
+                    pair=pair, backend=backend, model=model, source=source, asked=questions_of_pair, folder=folder, exports=exports,
                     report=report, announce=announce, skip=skip,
                 ).all_stages()  # fmt: skip
 
@@ -286,11 +286,11 @@ class _Run:
             status, reason = FAILED, reason_of(error)
         if stage == EXPORT:
             upstream = True if apart is not None else captured_upstream(self.pair, self.model, self.asked)
-        kept = apart if apart is None or math.isfinite(apart) else None
+        finite = apart if apart is None or math.isfinite(apart) else None
         self.report(
             cell_of(
                 self.pair, self.backend, stage, status, started,
-                difference=None if kept is None else float(f"{kept:.2g}"), in_batch=self._in_batch(stage), reason=reason,
+                difference=None if finite is None else float(f"{finite:.2g}"), in_batch=self._in_batch(stage), reason=reason,
                 upstream=upstream,
             )
         )  # fmt: skip
@@ -315,8 +315,8 @@ class _Run:
         return [Question(row.name, row.inputs, row.expected, row.real) for row in rows]
 
     def _in_batch(self, stage: str) -> float | None:
-        found = self.apart.in_batch
-        return float(f"{found:.2g}") if stage in (ROWS, ROWS_INT8) and math.isfinite(found) else None
+        difference = self.apart.in_batch
+        return float(f"{difference:.2g}") if stage in (ROWS, ROWS_INT8) and math.isfinite(difference) else None
 
     def _rows(self, artifact: Artifact) -> float:
         """Compute rows alone, and compare them with PyTorch's outputs and with the same rows in a batch. Return the
@@ -348,10 +348,10 @@ class _Run:
                 def expected(row: Row) -> Tensors:
                     return answers(parent, row.inputs)
 
-                found = apart(company, lambda inputs: answers(integers, inputs), expected)
+                integer_apart = apart(company, lambda inputs: answers(integers, inputs), expected)
                 in_batch = apart(company, lambda inputs: answers(integers, inputs), expected, from_batch=True)
-                worst = max(worst, found.alone, in_batch.alone)
-                self.apart.add(alone=worst, in_batch=found.in_batch, where=found.where)
+                worst = max(worst, integer_apart.alone, in_batch.alone)
+                self.apart.add(alone=worst, in_batch=integer_apart.in_batch, where=integer_apart.where)
             return worst
         finally:
             for opened in (parent, integers):
@@ -363,9 +363,9 @@ class _Run:
         another backend.
         """
         spec = registry.describe(self.backend)
-        able = [one for one in spec.capabilities if one.stage == "optimize" and one.does(self.pair.task)]
-        formats = {one.consumes for one in able}
-        parent = next((one for one in self.exports.values() if one.format in formats), None)
+        able = [item for item in spec.capabilities if item.stage == "optimize" and item.does(self.pair.task)]
+        formats = {item.consumes for item in able}
+        parent = next((item for item in self.exports.values() if item.format in formats), None)
         if parent is None:
             raise _NoStage(f"{self.backend} optimizes no graph that was exported")
         return accel.optimize(parent, self.folder / f"{self.backend}-O2", backend=self.backend, level="O2")
@@ -394,10 +394,10 @@ class _Run:
         for use_cache in (True, False, True):
             # Use the same cache setting in PyTorch. If position ids count padding tokens, PyTorch's own texts with and
             # without a cache differ after a generated padding token.
-            told = {"use_cache": use_cache, "return_dict_in_generate": True, "output_logits": True}
-            expected = self.model.generate(**inputs, **GREEDY, **told)
-            found = opened.generate(**inputs, **GREEDY, use_cache=use_cache)
-            worst = max(worst, mistaken(found, expected))
+            settings = {"use_cache": use_cache, "return_dict_in_generate": True, "output_logits": True}
+            expected = self.model.generate(**inputs, **GREEDY, **settings)
+            tokens = opened.generate(**inputs, **GREEDY, use_cache=use_cache)
+            worst = max(worst, mistaken(tokens, expected))
         return float(worst)
 
 
@@ -405,30 +405,32 @@ class _NoStage(Exception):  # noqa: N818  # an expected result, not an error
     """Error that is raised if the backend does not have the stage."""
 
 
-def mistaken(found: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
+def mistaken(tokens: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
     """Return how many new tokens differ. If a first difference is between two almost equally probable tokens, the
     tokens after it are not counted.
     """
     count = len(expected.logits)
-    wanted, have = expected.sequences[:, -count:], found[:, -count:]
-    if wanted.shape != have.shape:
-        return int(wanted.numel())
-    found = found.to(expected.sequences.device)
+    expected_tokens, have = expected.sequences[:, -count:], tokens[:, -count:]
+    if expected_tokens.shape != have.shape:
+        return int(expected_tokens.numel())
+    tokens = tokens.to(expected.sequences.device)
     count_of_mistaken = 0
-    for row in range(wanted.shape[0]):
+    for row in range(expected_tokens.shape[0]):
         for step in range(count):
-            if wanted[row, step] == have[row, step]:
+            if expected_tokens[row, step] == have[row, step]:
                 continue
             logits = expected.logits[step][row].float()
-            gap = float(logits[wanted[row, step]] - logits[have[row, step]]) / max(float(logits.abs().max()), 1e-6)
+            gap = float(logits[expected_tokens[row, step]] - logits[have[row, step]]) / max(
+                float(logits.abs().max()), 1e-6
+            )
             if gap > tie:
-                count_of_mistaken += int((wanted[row, step:] != have[row, step:]).sum())
+                count_of_mistaken += int((expected_tokens[row, step:] != have[row, step:]).sum())
             break
     return count_of_mistaken
 
 
 @torch.inference_mode()
-def captured_upstream(pair: Pair, model: Any, asked: Sequence[Question]) -> bool:
+def captured_upstream(pair: Pair, model: Any, questions_of_pair: Sequence[Question]) -> bool:
     """Return whether transformers' own exporter captures the model with dynamic sizes.
 
     The captured model must give PyTorch's outputs at the sizes of the trace and at other sizes.
@@ -438,9 +440,12 @@ def captured_upstream(pair: Pair, model: Any, asked: Sequence[Question]) -> bool
             if task_spec(pair.task).generates:
                 return _generation_captured(pair, model)
             # Use inputs with several rows, because tracing turns an axis of size 1 into a constant.
-            traced, other = asked[1 % len(asked)], asked[2 % len(asked)]
+            traced, other = questions_of_pair[1 % len(questions_of_pair)], questions_of_pair[2 % len(questions_of_pair)]
             exported = OnnxExporter().export(model, dict(traced.inputs), OnnxConfig(dynamic=True))
-            return all(difference(one, _floating(exported(**one.inputs))) <= _UPSTREAM for one in (traced, other))
+            return all(
+                difference(question, _floating(exported(**question.inputs))) <= _UPSTREAM
+                for question in (traced, other)
+            )
     # Catch all exceptions, because the exporter and the model are third-party code.
     except Exception:  # noqa: BLE001
         return False
@@ -454,10 +459,10 @@ def _generation_captured(pair: Pair, model: Any) -> bool:
     exported = OnnxExporter().export_for_generation(model, traced, OnnxConfig(dynamic=True))
     for name, (part, inputs) in decompose_for_generation(model, other).items():
         expected = _floating(part(**copy.deepcopy(inputs)))
-        found = _floating(exported.runners[name](**inputs))
+        outputs = _floating(exported.runners[name](**inputs))
         mask = inputs.get("attention_mask")
         real = mask.bool() if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-        if not difference(Question(name, {}, expected, real), found) <= _UPSTREAM:
+        if not difference(Question(name, {}, expected, real), outputs) <= _UPSTREAM:
             return False
     return True
 

@@ -93,12 +93,12 @@ def export_for_gpu(
     If the optimization needs a GPU, keep only the export. The machine with the GPU then optimizes it.
     """
     folder = folder_of(root, pair)
-    if is_ready(root, pair) or (made := built(pair, report, announce)) is None:
+    if is_ready(root, pair) or (build := built(pair, report, announce)) is None:
         return
     announce(GPU, HALF)
     started = time.perf_counter()
     try:
-        exported = accel.export(made[0], folder / "export", task=pair.task)
+        exported = accel.export(build[0], folder / "export", task=pair.task)
     except AccelError as error:
         for stage in stages_of(pair, GPU):
             report(cell_of(pair, GPU, stage, REFUSED, started, reason=reason_of(error)))
@@ -187,13 +187,13 @@ def _worst(pair: Pair, model: Any, artifact: Artifact) -> float:
             expected, eager = _references(exact, half, inputs)
             mask = None if real is None else real.to(DEVICE)
             for call in range(_CALLS if draw == 0 else 1):
-                found = opened(**inputs)
+                outputs = opened(**inputs)
                 if call not in (0, _CALLS - 1):
                     continue
                 # Compare only outputs that the graph returns. Moshi's decoder in PyTorch also returns hidden states,
                 # and decoder graphs do not return them.
-                for name in (n for n in _ANSWERS if n in expected and (n in found or "logits" not in found)):
-                    ours.setdefault(name, []).append(_errors(found[name], expected[name], mask))
+                for name in (n for n in _ANSWERS if n in expected and (n in outputs or "logits" not in outputs)):
+                    ours.setdefault(name, []).append(_errors(outputs[name], expected[name], mask))
                     theirs.setdefault(name, []).append(_errors(eager[name], expected[name], mask))
         for name, errors in ours.items():
             worst = max(worst, _size(errors, left_out) / max(_size(theirs[name], left_out), _SMALLEST))
@@ -238,23 +238,23 @@ def _routes(model: Any) -> bool:
     return any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS)
 
 
-def _errors(found: torch.Tensor, expected: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+def _errors(actual: torch.Tensor, expected: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """Return the relative error of each token or row, as a 1-D tensor without padding positions, relative to the mean output norm."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return torch.tensor([float("inf")])
-    found, expected = found.to(expected.device).float(), expected.float()
+    actual, expected = actual.to(expected.device).float(), expected.float()
     if real is not None and expected.ndim >= 2 and expected.shape[:2] == real.shape:
-        found, expected = found[real], expected[real]
+        actual, expected = actual[real], expected[real]
     count = expected.shape[0]
-    apart = (found - expected).reshape(count, -1).norm(dim=1)
+    apart = (actual - expected).reshape(count, -1).norm(dim=1)
     return (apart / (expected.norm() / count**0.5)).nan_to_num(nan=float("inf")).cpu()
 
 
 def _size(errors: Sequence[torch.Tensor], left_out: float) -> float:
     """Return the root mean square of the errors, without the fraction `left_out` of the largest errors."""
     every = torch.cat(list(errors)).sort().values
-    kept = every[: every.numel() - math.ceil(left_out * every.numel())] if left_out else every
-    return float(kept.square().mean().sqrt()) if kept.numel() else 0.0
+    smallest = every[: every.numel() - math.ceil(left_out * every.numel())] if left_out else every
+    return float(smallest.square().mean().sqrt()) if smallest.numel() else 0.0
 
 
 def _tokens(pair: Pair, model: Any, artifact: Artifact) -> float:

@@ -109,7 +109,7 @@ def _sam(name: str) -> Callable[[Callable[..., Any]], Any]:
     """
     edges = {"image_size": 32, "patch_size": 8}
 
-    def made(small: Callable[..., Any]) -> Any:
+    def build(small: Callable[..., Any]) -> Any:
         decoder = {
             "hidden_size": 32, "mlp_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "iou_head_hidden_dim": 32,
             **({"vit_dim": 64} if name == "SamHQ" else {}),
@@ -122,7 +122,7 @@ def _sam(name: str) -> Callable[[Callable[..., Any]], Any]:
             prompt_encoder_config={**edges, "hidden_size": 32, "mask_input_channels": 4}, mask_decoder_config=decoder,
         )  # fmt: skip
 
-    return made
+    return build
 
 
 def _clap(small: Callable[..., Any]) -> Any:
@@ -138,7 +138,7 @@ def _clap(small: Callable[..., Any]) -> Any:
 
 
 def _grounding_dino(name: str) -> Callable[[Callable[..., Any]], Any]:
-    def made(small: Callable[..., Any]) -> Any:
+    def build(small: Callable[..., Any]) -> Any:
         backbone = transformers.SwinConfig(
             image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
             out_features=["stage2", "stage3", "stage4"],
@@ -149,7 +149,7 @@ def _grounding_dino(name: str) -> Callable[[Callable[..., Any]], Any]:
             max_text_len=64,
         )  # fmt: skip
 
-    return made
+    return build
 
 
 _VITS = {

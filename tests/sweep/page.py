@@ -231,8 +231,8 @@ def _rows(cells: Sequence[Cell], backends: Sequence[str]) -> str:
     for cell in cells:
         by_pair[cell.architecture, cell.task][cell.backend, cell.stage] = cell
     rows = [
-        [architecture, task, modality(task), *(_shown(known.get(column), reasons) for column in columns)]
-        for (architecture, task), known in sorted(by_pair.items())
+        [architecture, task, modality(task), *(_shown(cells_by_column.get(column), reasons) for column in columns)]
+        for (architecture, task), cells_by_column in sorted(by_pair.items())
     ]
     document = {
         "columns": [f"{SHORT.get(backend, backend)} {stage}" for backend, stage in columns],
@@ -260,12 +260,12 @@ def _modality_page(name: str, cells: Sequence[Cell], backends: Sequence[str]) ->
         "| an empty cell | the model was not tested with this backend |\n"
     ]
     for task, some in sorted(by_task.items()):
-        known = {(cell.architecture, cell.backend, cell.stage): cell for cell in some}
+        cells_by_key = {(cell.architecture, cell.backend, cell.stage): cell for cell in some}
         parts.append(f"## {task}\n")
         parts.append("| architecture | " + " | ".join(TITLES.get(backend, backend) for backend in backends) + " |")
         parts.append("| --- |" + " --- |" * len(backends))
         for architecture in sorted({cell.architecture for cell in some}):
-            row = [_in_words([known.get((architecture, b, s)) for s in STAGES], reasons) for b in backends]
+            row = [_in_words([cells_by_key.get((architecture, b, s)) for s in STAGES], reasons) for b in backends]
             parts.append(f"| {architecture} | {' | '.join(row)} |")
         parts.append("")
     listed = [f"{number}. {_literal(text)}" for number, text in enumerate(reasons.texts(), start=1)]
@@ -314,8 +314,8 @@ def rows_of(cells: Iterable[Cell]) -> list[str]:
     for stage in (ROWS, ROWS_INT8):
         for backend in sorted({cell.backend for cell in cells if cell.stage == stage}):
             some = [cell for cell in cells if cell.stage == stage and cell.backend == backend]
-            found = counts(some)
-            numbers = ", ".join(f"{found[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NONE))
+            totals = counts(some)
+            numbers = ", ".join(f"{totals[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NONE))
             largest = max((cell.in_batch for cell in some if cell.in_batch is not None), default=0.0)
             lines.append(f"{stage} on {backend}: {numbers}; alone and in a batch at most {number(largest)} apart")
     refused = sorted({f"{cell.architecture}/{cell.task}" for cell in cells if DEPENDS_ON_ROWS in cell.reason})
@@ -342,9 +342,9 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
     ]
     for backend in backends:
         some = [cell for cell in cells if cell.backend == backend]
-        found = counts(some)
+        totals = counts(some)
         able = capturable(some)
-        numbers = " | ".join(str(found[status]) for status in (OK, REFUSED, FAILED, WRONG))
+        numbers = " | ".join(str(totals[status]) for status in (OK, REFUSED, FAILED, WRONG))
         lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(able):.1%} of {len(able)} |")
     missing = sum(cell.status == NOT_BUILT for cell in cells)
     ran = len({(cell.architecture, cell.task) for cell in cells}) - missing
@@ -359,11 +359,11 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
 
 
 def _wrong(cells: Sequence[Cell]) -> str:
-    found = sorted(cell.key for cell in cells if cell.status == WRONG)
-    if not found:
+    wrong_keys = sorted(cell.key for cell in cells if cell.status == WRONG)
+    if not wrong_keys:
         return "No stage that ran without an error gave wrong outputs.\n"
     reasons = {cell.key: cell.reason for cell in cells}
-    lines = [f"- `{key}`: {reasons[key]}" for key in found]
+    lines = [f"- `{key}`: {reasons[key]}" for key in wrong_keys]
     return "## Wrong\n\nThese stages ran without an error, but their outputs are wrong:\n\n" + "\n".join(lines) + "\n"
 
 

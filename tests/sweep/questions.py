@@ -56,7 +56,7 @@ def questions(pair: Pair, model: Any) -> list[Question]:
     Raises:
         NotBuilt: The model raises an error, or its outputs are not finite.
     """
-    found = []
+    checked = []
     for seed, (batch, sequence, padding) in enumerate(_SHAPES):
         if padding == "left" and not is_decoder(pair):
             continue
@@ -68,8 +68,8 @@ def questions(pair: Pair, model: Any) -> list[Question]:
         try:
             expected = answers(model, inputs)
             # Compare only the outputs that the task keeps, without outputs that are needed only for training.
-            kept = task_spec(pair.task).keeps
-            expected = {name: value for name, value in expected.items() if name in kept} or expected
+            kept_outputs = task_spec(pair.task).keeps
+            expected = {name: value for name, value in expected.items() if name in kept_outputs} or expected
         # Catch all exceptions, because model code may raise any type of exception.
         except Exception as error:
             raise NotBuilt(f"does not answer on {', '.join(inputs)} in PyTorch: {first_line(error)}") from error
@@ -79,8 +79,8 @@ def questions(pair: Pair, model: Any) -> list[Question]:
         for name, value in expected.items():
             if not bool(counted(question, value).isfinite().all()):
                 raise NotBuilt(f"{name} is not finite in PyTorch with these weights")
-        found.append(question)
-    return found
+        checked.append(question)
+    return checked
 
 
 def is_decoder(pair: Pair) -> bool:
@@ -116,19 +116,21 @@ def counted(question: Question, value: torch.Tensor) -> torch.Tensor:
     return value[real] if real is not None and value.ndim >= 2 and value.shape[:2] == real.shape else value
 
 
-def difference(question: Question, found: Mapping[str, torch.Tensor]) -> float:
+def difference(question: Question, actual: Mapping[str, torch.Tensor]) -> float:
     """Return the largest absolute difference divided by the largest absolute expected value, at positions that are not padding.
 
     Outputs are matched by name. Return infinity if the task's main output is missing.
     """
-    shared = [name for name in question.expected if name in found and not name.startswith("encoder_")]
-    wanted = next((found for found in ([n for n in names if n in question.expected] for names in _MAIN) if found), [])
-    wanted = wanted or list(question.expected)[:1]
-    if not set(wanted) <= set(shared):
+    shared = [name for name in question.expected if name in actual and not name.startswith("encoder_")]
+    main_outputs = next(
+        (actual for actual in ([n for n in names if n in question.expected] for names in _MAIN) if actual), []
+    )
+    main_outputs = main_outputs or list(question.expected)[:1]
+    if not set(main_outputs) <= set(shared):
         return float("inf")
     worst = 0.0
     for name in shared:
-        a, b = counted(question, found[name]), counted(question, question.expected[name])
+        a, b = counted(question, actual[name]), counted(question, question.expected[name])
         if a.shape != b.shape:
             return float("inf")
         apart = float((a - b).abs().nan_to_num(nan=float("inf")).max()) if b.numel() else 0.0
@@ -264,8 +266,8 @@ def _text(
         rows[row, place], masks[row, place] = pad, 0
     if config.is_encoder_decoder:
         # BART's classifier reads the end token, so every row must contain exactly one end token.
-        said = getattr(config, "eos_token_id", None)
-        end = said if isinstance(said, int) else END
+        end_id = getattr(config, "eos_token_id", None)
+        end = end_id if isinstance(end_id, int) else END
         rows.scatter_(1, masks.sum(1, keepdim=True) - 1, end)
     if config.model_type == "longformer":
         # Longformer's question answering head needs three separators: after the question, before the context and after

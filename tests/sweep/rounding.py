@@ -19,24 +19,24 @@ _LEVELS = 127
 _GRIDS = 8
 
 
-def largest_error(model: Any, asked: Sequence[Question]) -> float:
+def largest_error(model: Any, questions: Sequence[Question]) -> float:
     """Return the largest relative difference that int8 rounding causes, over several quantization grids. Each grid
     changes other expert choices.
     """
     return max(
-        difference(question, answers(made, question.inputs))
-        for made in (rounded(model, coarser=1 + i / (2 * _GRIDS)) for i in range(_GRIDS))
-        for question in asked
+        difference(question, answers(coarse, question.inputs))
+        for coarse in (rounded(model, coarser=1 + i / (2 * _GRIDS)) for i in range(_GRIDS))
+        for question in questions
     )
 
 
-def own_error(model: Any, asked: Sequence[Question]) -> float:
+def own_error(model: Any, questions: Sequence[Question]) -> float:
     """Return the largest relative difference between a model's outputs in float32 and in float64, or 0 if the model
     does not run in float64.
     """
     exact = copy.deepcopy(model).double()
     try:
-        return max(difference(one, answers(exact, _in_float64(one.inputs))) for one in asked)
+        return max(difference(question, answers(exact, _in_float64(question.inputs))) for question in questions)
     # Catch all exceptions, because model code may raise any type of exception.
     except Exception:  # noqa: BLE001
         return 0.0
@@ -57,8 +57,8 @@ def rounded(model: Any, coarser: float = 1.0) -> Any:
         model: Model in evaluation mode.
         coarser: Factor of the step size, up to 2, which corresponds to seven bits.
     """
-    made = copy.deepcopy(model)
-    for name, module in made.named_modules():
+    copied = copy.deepcopy(model)
+    for name, module in copied.named_modules():
         product = isinstance(module, torch.nn.Linear | torch.nn.Conv1d | torch.nn.Conv2d)
         for parameter in module.parameters(recurse=False):
             # The weights of experts are stacked matrices.
@@ -67,7 +67,7 @@ def rounded(model: Any, coarser: float = 1.0) -> Any:
                 parameter.copy_(_rounded_weights(parameter, coarser, by_last=by_last))
         if product:
             module.register_forward_pre_hook(lambda _, inputs: (_rounded_input(inputs[0], coarser), *inputs[1:]))
-    return made.eval()
+    return copied.eval()
 
 
 def _rounded_weights(weights: torch.Tensor, coarser: float, *, by_last: bool) -> torch.Tensor:

@@ -121,18 +121,18 @@ def _remove_noise(model: Any) -> None:
 
 
 def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int) -> Company:
-    made = Company({name: tensor.clone() for name, tensor in edited.items()})
-    kept = task_spec(pair.task).keeps
+    batch = Company({name: tensor.clone() for name, tensor in edited.items()})
+    kept_outputs = task_spec(pair.task).keeps
     for i in range(count):
         try:
             alone = cut(edited, i, count)
-            expected = _answer(model, alone, kept)
+            expected = _answer(model, alone, kept_outputs)
         except Exception:  # noqa: BLE001  # catch all exceptions of model code: the row is tried again without special tokens
             alone = cut(plain, i, count)
-            for name, tensor in made.inputs.items():
+            for name, tensor in batch.inputs.items():
                 _slice(tensor, i, count).copy_(_slice(plain[name], i, count))
             try:
-                expected = _answer(model, alone, kept)
+                expected = _answer(model, alone, kept_outputs)
             except Exception as error:
                 raise NotBuilt(f"does not answer a row alone in PyTorch: {first_line(error)}") from error
         mask = alone.get("attention_mask")
@@ -141,25 +141,25 @@ def _company(pair: Pair, model: Any, edited: Tensors, plain: Tensors, count: int
         hidden = by_token and not bool(mask.all())
         # The outputs of encoder-decoders follow the tokens of the decoder, which have no padding.
         decodes = "decoder_input_ids" in alone
-        made.rows.append(Row(f"row {i}", alone, expected, (i, count), mask.bool() if hidden and not decodes else None))
+        batch.rows.append(Row(f"row {i}", alone, expected, (i, count), mask.bool() if hidden and not decodes else None))
         if hidden:
             trimmed = {
                 name: tensor[:, mask[0].bool()] if name in _TOKENS_ALIKE and tensor.shape[:2] == mask.shape else tensor
                 for name, tensor in alone.items()
             }
             try:
-                made.rows.append(Row(f"row {i} without padding", trimmed, _answer(model, trimmed, kept)))
+                batch.rows.append(Row(f"row {i} without padding", trimmed, _answer(model, trimmed, kept_outputs)))
             except Exception:  # noqa: BLE001  # some models raise an error for very short texts
                 continue
-    return made
+    return batch
 
 
-def _answer(model: Any, inputs: Tensors, kept: Any) -> Tensors:
-    found = answers(model, inputs)
-    found = {name: value for name, value in found.items() if name in kept} or found
-    if not all(bool(value.isfinite().all()) for value in found.values()):
+def _answer(model: Any, inputs: Tensors, kept_outputs: Any) -> Tensors:
+    outputs = answers(model, inputs)
+    outputs = {name: value for name, value in outputs.items() if name in kept_outputs} or outputs
+    if not all(bool(value.isfinite().all()) for value in outputs.values()):
         raise NotBuilt("is not finite for a row alone")
-    return found
+    return outputs
 
 
 def _slice(tensor: torch.Tensor, i: int, count: int) -> torch.Tensor:
@@ -202,7 +202,7 @@ def _with_special_tokens(pair: Pair, model: Any, inputs: Tensors) -> Tensors:
 
 def apart(
     company: Company,
-    found: Callable[[Tensors], Tensors],
+    answer: Callable[[Tensors], Tensors],
     expected: Callable[[Row], Tensors] | None = None,
     *,
     from_batch: bool = False,
@@ -216,30 +216,30 @@ def apart(
         expected: Function from a row to its expected outputs, or `None` for PyTorch's outputs for the row alone.
         from_batch: Compare rows of the batch, and not rows alone, with the expected outputs.
     """
-    together = found(company.inputs)
+    together = answer(company.inputs)
     scales: dict[str, float] = {}
-    wanted = [expected(row) if expected is not None else row.expected for row in company.rows]
-    for one in wanted:
-        for name, value in one.items():
+    expected_rows = [expected(row) if expected is not None else row.expected for row in company.rows]
+    for outputs in expected_rows:
+        for name, value in outputs.items():
             scales[name] = max(scales.get(name, 1e-6), float(value.abs().max()) if value.numel() else 0.0)
-    made = Apart()
-    for row, right in zip(company.rows, wanted, strict=True):
+    differences = Apart()
+    for row, right in zip(company.rows, expected_rows, strict=True):
         if from_batch and row.place is None:
             continue
-        alone = cut(together, *row.place) if from_batch and row.place is not None else found(row.inputs)
+        alone = cut(together, *row.place) if from_batch and row.place is not None else answer(row.inputs)
         names = [name for name in right if name in alone and not name.startswith("encoder_")]
         if not names:
-            made.add(alone=float("inf"), where=f"{row.name} has none of {', '.join(right)}")
+            differences.add(alone=float("inf"), where=f"{row.name} has none of {', '.join(right)}")
         in_batch = cut(together, *row.place) if row.place is not None else None
         for name in names:
             where = f"{name} of {row.name}"
-            made.add(alone=_relative(alone[name], right[name], row.real, scales[name]), where=f"{where}, alone")
+            differences.add(alone=_relative(alone[name], right[name], row.real, scales[name]), where=f"{where}, alone")
             if in_batch is not None:
                 if name in _PADDED_AT_THE_END:
                     in_batch[name] = in_batch[name][..., : alone[name].shape[-1]]
                 difference = _relative(in_batch[name], alone[name], row.real, scales[name])
-                made.add(in_batch=difference, where=f"{where}, in the batch and alone")
-    return made
+                differences.add(in_batch=difference, where=f"{where}, in the batch and alone")
+    return differences
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor, real: torch.Tensor | None, scale: float) -> float:
@@ -258,7 +258,7 @@ def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
     inputs = prompts(pair, model, batch=ROWS, sequence=SEQUENCE, ragged=True)
     inputs = _with_special_tokens(pair, model, inputs)
     together = _steps(opened, inputs)
-    made = Apart()
+    differences = Apart()
     for i in range(ROWS):
         row = cut(inputs, i, ROWS)
         right, alone = _steps(model, row), _steps(opened, row)
@@ -268,9 +268,11 @@ def generated_apart(pair: Pair, model: Any, opened: Any) -> Apart:
             # In transformers 5.24, Mamba2 layers limit the time step in a forward pass of the whole text, but not in a
             # decoding step with a cache (Zamba2, NemotronH). The graph limits it in both, as in training.
             difference = min(difference, _apart_by_step(alone, _steps(model, row, use_cache=False)))
-        made.add(alone=difference, where=f"generated tokens of row {i}, alone")
-        made.add(in_batch=_apart_by_step(in_batch, alone), where=f"generated tokens of row {i}, in the batch and alone")
-    return made
+        differences.add(alone=difference, where=f"generated tokens of row {i}, alone")
+        differences.add(
+            in_batch=_apart_by_step(in_batch, alone), where=f"generated tokens of row {i}, in the batch and alone"
+        )
+    return differences
 
 
 _Steps = tuple[list[torch.Tensor], torch.Tensor]
@@ -287,16 +289,18 @@ def _steps(model: Any, inputs: Tensors, **settings: Any) -> _Steps:
         output_logits=True,
         **settings,
     )
-    return [one.float().cpu() for one in result.logits], result.sequences[:, -len(result.logits) :].cpu()
+    return [step_logits.float().cpu() for step_logits in result.logits], result.sequences[
+        :, -len(result.logits) :
+    ].cpu()
 
 
-def _apart_by_step(found: _Steps, right: _Steps) -> float:
+def _apart_by_step(actual: _Steps, right: _Steps) -> float:
     worst = 0.0
-    for step, (a, b) in enumerate(zip(found[0], right[0], strict=False)):
+    for step, (a, b) in enumerate(zip(actual[0], right[0], strict=False)):
         finite = b.isfinite() & (b > -1e3)
         scale = max(float(b[finite].abs().max()), 1e-6)
         worst = max(worst, _relative(a[finite], b[finite], None, scale))
-        chosen, other = int(right[1][0, step]), int(found[1][0, step])
+        chosen, other = int(right[1][0, step]), int(actual[1][0, step])
         if chosen != other:
             # If both tokens are almost equally probable, both continuations are correct, so the comparison stops.
             return worst if float(b[0, chosen] - b[0, other]) <= _TIE * scale else float("inf")
@@ -305,10 +309,10 @@ def _apart_by_step(found: _Steps, right: _Steps) -> float:
 
 def all_apart(pair: Pair, model: Any, opened: Any, batches: Sequence[Company]) -> Apart:
     """Run all comparisons of rows for a model in float32, and return the largest differences."""
-    made = Apart()
+    differences = Apart()
     _remove_noise(opened)
     for company in batches:
-        made.merge(apart(company, lambda inputs: answers(opened, inputs)))
+        differences.merge(apart(company, lambda inputs: answers(opened, inputs)))
     if task_spec(pair.task).generates:
-        made.merge(generated_apart(pair, model, opened))
-    return made
+        differences.merge(generated_apart(pair, model, opened))
+    return differences

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from .cases import Pair
-from .cells import BUILD, EXPORT, FAILED, HALF, NOT_BUILT, PYTORCH, STAGES, Cell, stages_of, sweep_pair, wanted
+from .cells import BUILD, EXPORT, FAILED, HALF, NOT_BUILT, PYTORCH, STAGES, Cell, cells_of, stages_of, sweep_pair
 from .store import Store
 
 _SAVE_EVERY_S = 10.0
@@ -96,11 +96,11 @@ def run(
     """
     waiting = []
     for pair in _longest_first(pairs, store):
-        known = store.known(pair, backends, digests)
-        if backends and known >= wanted(pair, backends, stages):
+        recorded = store.known(pair, backends, digests)
+        if backends and recorded >= cells_of(pair, backends, stages):
             advance(pair)
         else:
-            waiting.append(_Job(pair, known | (wanted(pair, backends) - wanted(pair, backends, stages))))
+            waiting.append(_Job(pair, recorded | (cells_of(pair, backends) - cells_of(pair, backends, stages))))
     waiting.reverse()
     context = multiprocessing.get_context("fork")
     running: list[_Job] = []
@@ -112,8 +112,8 @@ def run(
         while waiting or running:
             while waiting and len(running) < jobs:
                 job = waiting.pop()
-                taken = {one.slot for one in running}
-                job.slot = next(i for i in range(jobs) if i not in taken)
+                used_slots = {running_job.slot for running_job in running}
+                job.slot = next(i for i in range(jobs) if i not in used_slots)
                 _start(job, context, backends, sweep, one_core=jobs > 1)
                 running.append(job)
             multiprocessing.connection.wait([job.reports for job in running if job.reports], timeout=1.0)
@@ -229,16 +229,16 @@ def _finish(
     if job.doing == ("", ""):
         return False
     code = job.process.exitcode
-    what = f"took more than {limit_s:g} s" if limit_s is not None else f"ended the process with {_signal(code)}"
+    reason = f"took more than {limit_s:g} s" if limit_s is not None else f"ended the process with {_signal(code)}"
     backend, stage = job.doing
     if stage == BUILD:
-        store.put(_failed(job, backend, stage, what, digests))
+        store.put(_failed(job, backend, stage, reason, digests))
         return False
     lost = stages_of(job.pair, backend) if stage in (EXPORT, HALF) else (stage,)
-    for one in lost:
-        store.put(_failed(job, backend, one, what, digests))
-        job.skip.add((backend, one))
-    return bool(wanted(job.pair, backends) - job.skip) and job.tries < 4
+    for lost_stage in lost:
+        store.put(_failed(job, backend, lost_stage, reason, digests))
+        job.skip.add((backend, lost_stage))
+    return bool(cells_of(job.pair, backends) - job.skip) and job.tries < 4
 
 
 def _failed(job: _Job, backend: str, stage: str, reason: str, digests: Mapping[str, str]) -> Cell:

@@ -124,11 +124,11 @@ def shrink(cls: type[Any], special: Mapping[str, Any] | None = None) -> Any:
         default = cls()
         values = small_values(cls, default)
         merge(values, special or {})
-        made = cls(**values)
+        config = cls(**values)
     # Catch all exceptions, because config classes check their sizes in different ways.
     except Exception as error:
         raise NotShrinkable(f"{cls.__name__}: {type(error).__name__}: {error}") from error
-    return made
+    return config
 
 
 def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
@@ -136,8 +136,8 @@ def merge(values: dict[str, Any], special: Mapping[str, Any]) -> None:
     for name, value in special.items():
         inner = values.get(name)
         if isinstance(value, Mapping) and isinstance(inner, transformers.PreTrainedConfig):
-            for key, one in value.items():
-                setattr(inner, key, one)
+            for key, item in value.items():
+                setattr(inner, key, item)
         else:
             values[name] = value
 
@@ -149,18 +149,18 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     canonical = {value: key for key, value in getattr(cls, "attribute_map", {}).items()}
     declared = _declared(cls)
     values: dict[str, Any] = {}
-    for name, given in declared.items():
-        value = _value(default, name, given)
+    for name, declared_default in declared.items():
+        value = _value(default, name, declared_default)
         if isinstance(value, transformers.PreTrainedConfig):
             special = OVERRIDES.get(value.model_type, {})
             values[name] = shrink(type(value), {} if callable(special) else special)
         elif value is None and name in _WANTED:
             values[name] = _WANTED[name]
-        elif (given is None and isinstance(value, list)) or isinstance(value, bool):
+        elif (declared_default is None and isinstance(value, list)) or isinstance(value, bool):
             continue
         elif isinstance(value, int):
             values[name] = value if _KEPT.search(name) else small_number(canonical.get(name, name), value)
-        elif isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
+        elif isinstance(value, list | tuple) and value and all(type(number) is int for number in value):
             values[name] = type(value)(_small_sequence(canonical.get(name, name), list(value)))
     _fit_heads(values, default, canonical)
     _choose_layers(values, default, canonical, declared)
@@ -171,29 +171,31 @@ def small_values(cls: type[Any], default: Any) -> dict[str, Any]:
     return values
 
 
-def _value(config: Any, name: str, given: Any) -> Any:
+def _value(config: Any, name: str, declared_default: Any) -> Any:
     """Return the value of a config field. If reading the field raises an error, because each layer has its own value,
     return the declared default.
     """
     try:
-        return getattr(config, name, given)
+        return getattr(config, name, declared_default)
     except Exception:  # noqa: BLE001  # each architecture raises its own type of error
-        return given
+        return declared_default
 
 
 def _declared(cls: type[Any]) -> dict[str, Any]:
     """Return the fields that a config class and its bases declare, with their default values."""
-    found: dict[str, Any] = {}
-    base = {one.name for one in dataclasses.fields(transformers.PreTrainedConfig)}
-    for one in dataclasses.fields(cls):
-        if one.name in base and not one.name.endswith("_token_id"):
+    defaults: dict[str, Any] = {}
+    base = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+    for field in dataclasses.fields(cls):
+        if field.name in base and not field.name.endswith("_token_id"):
             continue
-        if not one.init:
+        if not field.init:
             continue
-        missing = one.default is dataclasses.MISSING
-        made = one.default_factory() if missing and one.default_factory is not dataclasses.MISSING else None
-        found[one.name] = made if missing else one.default
-    return found
+        missing = field.default is dataclasses.MISSING
+        built_default = (
+            field.default_factory() if missing and field.default_factory is not dataclasses.MISSING else None
+        )
+        defaults[field.name] = built_default if missing else field.default
+    return defaults
 
 
 def small_number(name: str, value: int) -> int:
@@ -270,13 +272,13 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return new ids of special tokens that would be outside of the small vocabulary. Each special token gets its own
     id at the end of the vocabulary.
     """
-    taken: dict[str, Any] = {}
+    token_ids: dict[str, Any] = {}
     free = VOCABULARY - 1
     for name, value in values.items():
         if _TOKEN.search(name) and isinstance(value, int) and value > LAST_PLAIN_TOKEN:
-            taken[name] = free
+            token_ids[name] = free
             free -= 1
         elif _TOKENS.search(name) and isinstance(value, list | tuple) and value and min(value) > LAST_PLAIN_TOKEN:
-            taken[name] = type(value)(range(free, free - len(value), -1))
+            token_ids[name] = type(value)(range(free, free - len(value), -1))
             free -= len(value)
-    return taken
+    return token_ids

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import Pair
-from .cells import Cell, wanted
+from .cells import Cell, cells_of
 
 ROOT = Path(__file__).parents[2]
 # These packages of accel do not influence any result.
@@ -27,13 +27,13 @@ _RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": 
 def versions(backends: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed packages that results of the given backends depend on."""
     names = [*_COMMON, *(name for backend in backends for name in _RUNTIMES.get(backend, ()))]
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def digest_of(backend: str) -> str:
@@ -51,10 +51,10 @@ def digest_of(backend: str) -> str:
     if backend == "pytorch":
         # Building a model does not depend on accel's code, only on the modules of the sweep.
         paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu", "rows")]
-    made = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
-        made.update(path.name.encode() + path.read_bytes())
-    return made.hexdigest()[:8]
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 class Store:
@@ -67,11 +67,13 @@ class Store:
         if path is not None and path.is_file():
             read = json.loads(path.read_text(encoding="utf-8"))
             self.about = read["about"]
-            known = {one.name for one in fields(Cell)}
+            field_names = {field.name for field in fields(Cell)}
             for key, values in read["cells"].items():
                 architecture, task, backend, stage = key.split("/")
-                kept = {name: value for name, value in values.items() if name in known}
-                self.cells[key] = Cell(architecture=architecture, task=task, backend=backend, stage=stage, **kept)
+                fields_of_cell = {name: value for name, value in values.items() if name in field_names}
+                self.cells[key] = Cell(
+                    architecture=architecture, task=task, backend=backend, stage=stage, **fields_of_cell
+                )
 
     def put(self, cell: Cell) -> None:
         """Replace an older result by a new result, without writing the file."""
@@ -93,8 +95,8 @@ class Store:
 
     def keep(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Remove results whose (architecture, task) is not in `pairs`."""
-        known = set(pairs)
-        self.cells = {key: cell for key, cell in self.cells.items() if (cell.architecture, cell.task) in known}
+        kept_pairs = set(pairs)
+        self.cells = {key: cell for key, cell in self.cells.items() if (cell.architecture, cell.task) in kept_pairs}
 
     def write(self) -> None:
         """Write all results, sorted by key, with one result on each line. The file is replaced at once, so it is never
@@ -123,12 +125,12 @@ class Store:
         """Return the (backend, stage) combinations of a pair (architecture and task) whose results the current code has
         produced.
         """
-        wanted_here = wanted(pair, backends)
+        expected_cells = cells_of(pair, backends)
         build = self.cells.get(f"{pair.name}/pytorch/build")
         if build is not None and build.digest == digests["pytorch"]:
-            return wanted_here
-        found = {key: self.cells.get("/".join((pair.name, *key))) for key in wanted_here}
-        return {key for key, cell in found.items() if cell is not None and cell.digest == digests[key[0]]}
+            return expected_cells
+        stored = {key: self.cells.get("/".join((pair.name, *key))) for key in expected_cells}
+        return {key for key, cell in stored.items() if cell is not None and cell.digest == digests[key[0]]}
 
 
 def processor() -> str:

@@ -156,28 +156,28 @@ def byte_tokenizer(has_bytes: bool) -> str:
     each byte).
     """
     if not has_bytes:
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(
             vocab_size=_VOCABULARY, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
         )
-        made.train_from_iterator(_TEXTS, trainer)
-        return str(made.to_str())
-    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.train_from_iterator(_TEXTS, trainer)
+        return str(tokenizer.to_str())
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     single_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY, special_tokens=[*_SPECIAL, *single_bytes], show_progress=False
     )
-    made.train_from_iterator(_TEXTS, trainer)
-    made.decoder = decoders.Sequence(
+    tokenizer.train_from_iterator(_TEXTS, trainer)
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
     # The trainer adds the byte tokens as special tokens, and decoding would skip special tokens. Remove the byte tokens
     # from the special tokens.
-    content = json.loads(made.to_str())
-    content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] in _SPECIAL]
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in _SPECIAL]
     return json.dumps(content)

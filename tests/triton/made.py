@@ -166,11 +166,11 @@ def graph(task: str) -> onnx.ModelProto:
         [helper.make_tensor_value_info(spec.name, types[spec.dtype], list(spec.shape)) for spec in specs]
         for specs in (IDS, outputs(task))
     )
-    made = helper.make_graph(
+    built_graph = helper.make_graph(
         [*nodes, *tail],
         "made",
         inputs,
         returned,
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return helper.make_model(built_graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)

@@ -82,10 +82,10 @@ def _of_python(python: Path) -> Installation | None:
     """Return the server in the package `nvidia-pytriton` of a Python interpreter, or `None`. This server has only the
     Python backend.
     """
-    asked = subprocess.run([str(python), "-c", _ASK], capture_output=True, text=True, check=False)
-    if asked.returncode != 0:
+    process = subprocess.run([str(python), "-c", _ASK], capture_output=True, text=True, check=False)
+    if process.returncode != 0:
         return None
-    facts = json.loads(asked.stdout.splitlines()[-1])
+    facts = json.loads(process.stdout.splitlines()[-1])
     if facts["root"] is None:
         return None
     root = Path(facts["root"])
@@ -100,7 +100,9 @@ def _of_python(python: Path) -> Installation | None:
         stub=stub,
         environment={
             "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "LD_LIBRARY_PATH": os.pathsep.join(str(one) for one in libraries if one and Path(one).is_dir()),
+            "LD_LIBRARY_PATH": os.pathsep.join(
+                str(library_path) for library_path in libraries if library_path and Path(library_path).is_dir()
+            ),
         },
     )
 
@@ -176,8 +178,8 @@ class TritonServer:
 
     def statistics(self, name: str) -> dict[str, Any]:
         """Return the server's counters for a model, such as `inference_count` and `execution_count`."""
-        found: dict[str, Any] = self.ask(f"v2/models/{name}/stats")["model_stats"][0]
-        return found
+        model_stats: dict[str, Any] = self.ask(f"v2/models/{name}/stats")["model_stats"][0]
+        return model_stats
 
     def _errors(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -206,9 +208,9 @@ class TritonServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
@@ -239,7 +241,7 @@ def shadow(repository: Path, out: Path, *, threads: int = 1) -> list[str]:
             config.ClearField(field)
         config.instance_group.add(count=1, kind="KIND_CPU")
         write(config, path.parent)
-        for version in (one for one in path.parent.iterdir() if one.is_dir() and one.name.isdigit()):
+        for version in (folder for folder in path.parent.iterdir() if folder.is_dir() and folder.name.isdigit()):
             shutil.copyfile(SERVED / "graph.py", version / "model.py")
             settings = {"graph": graph, "threads": threads}
             (version / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -50,9 +50,9 @@ def config(name: str, change: Callable[[Any], Any]) -> Change:
     """Return a function that edits the configuration of one model in a repository."""
 
     def edit(root: Path) -> None:
-        found = read(root / name / CONFIG)
-        change(found)
-        write(found, root / name)
+        config = read(root / name / CONFIG)
+        change(config)
+        write(config, root / name)
 
     return edit
 
@@ -69,7 +69,7 @@ def text(name: str, before: str, after: str) -> Change:
     return edit
 
 
-def told(name: str, **changes: Any) -> Change:
+def changed_settings(name: str, **changes: Any) -> Change:
     """Return a function that sets values in the `settings.json` of one model."""
 
     def edit(root: Path) -> None:
@@ -127,8 +127,8 @@ BROKEN: dict[str, tuple[str, Change, str, str, str]] = {
     "a fixed batch": ("text", fixed_batch, GRAPH, "batch", "batch of 1"),
     "no labels": ("text", lambda r: (r / FRONT / "labels.txt").unlink(), FRONT, "labels-missing", "labels.txt"),
     "the graph's model is gone": ("text", lambda r: shutil.rmtree(r / GRAPH), FRONT, "member-missing", GRAPH),
-    "more rows than the graph takes": ("text", told(FRONT, max_rows=64), FRONT, "batch", "64"),
-    "another output": ("text", told(FRONT, outputs=["scores"]), FRONT, "settings", "scores"),
+    "more rows than the graph takes": ("text", changed_settings(FRONT, max_rows=64), FRONT, "batch", "64"),
+    "another output": ("text", changed_settings(FRONT, outputs=["scores"]), FRONT, "settings", "scores"),
     "an unknown backend": ("text", text(GRAPH, '"onnxruntime"', '"onnx"'), GRAPH, "backend", "'onnx'"),
     "a step is gone": ("ensemble", lambda r: shutil.rmtree(r / ANSWERS), FRONT, "member-missing", ANSWERS),
     "a step takes fewer rows": ("ensemble", text(ANSWERS, "max_batch_size: 32", "max_batch_size: 8"), FRONT, "batch", "8"),
@@ -160,10 +160,12 @@ def test_each_damage_is_found(repositories: Callable[..., Path], tmp_path: Path,
     root = repositories(layout, tmp_path / "out")
     assert check(root) == ()
     change(root)
-    found = check(root)
-    fitting = [one for one in found if (one.model, one.code) == (model, code) and words in one.message]
-    assert fitting, found
-    assert all(one.fix for one in found)
+    findings = check(root)
+    fitting = [
+        finding for finding in findings if (finding.model, finding.code) == (model, code) and words in finding.message
+    ]
+    assert fitting, findings
+    assert all(finding.fix for finding in findings)
 
 
 def test_all_findings_are_reported_at_once(repositories: Callable[..., Path], tmp_path: Path) -> None:
@@ -171,13 +173,13 @@ def test_all_findings_are_reported_at_once(repositories: Callable[..., Path], tm
     kinds = ["another name", "wrong sizes", "no labels", "no tokenizer"]
     for kind in kinds:
         BROKEN[kind][1](root)
-    assert {BROKEN[kind][3] for kind in kinds} <= {one.code for one in check(root)}
+    assert {BROKEN[kind][3] for kind in kinds} <= {finding.code for finding in check(root)}
 
 
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(ArtifactNotFoundError):
         check(tmp_path / "nowhere")
-    assert [one.code for one in check(tmp_path)] == ["empty"]
+    assert [finding.code for finding in check(tmp_path)] == ["empty"]
 
 
 def test_commands_write_and_check_repositories(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_commands_write_and_check_repositories(tmp_path: Path) -> None:
     (out / FRONT / "labels.txt").unlink()
     done = runner.invoke(app, ["deploy", "check", str(out), "--json"])
     assert done.exit_code == 1
-    assert [one["code"] for one in json.loads(done.stdout)["findings"]] == ["labels-missing"]
+    assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["labels-missing"]
     assert (
         runner.invoke(app, ["deploy", "triton", str(artifact), str(tmp_path / "b"), "--device", "tpu!"]).exit_code == 2
     )

@@ -45,15 +45,15 @@ BACKENDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def artifact_for(folder: Path, task: str, **changes: Any) -> Path:
-    made = "text-classification" if task == "zero-shot-classification" else task
-    return make_artifact(folder, made, **changes).path
+    model_task = "text-classification" if task == "zero-shot-classification" else task
+    return make_artifact(folder, model_task, **changes).path
 
 
 @pytest.mark.parametrize(
     ("backend", "task"),
     [
         *(("onnxruntime-cpu", task) for task in TASKS),
-        *((one, TASKS[0]) for one in BACKENDS if one != "onnxruntime-cpu"),
+        *((name, TASKS[0]) for name in BACKENDS if name != "onnxruntime-cpu"),
     ],
 )
 def test_configurations_equal_the_golden_files(tmp_path: Path, backend: str, task: str) -> None:
@@ -61,22 +61,24 @@ def test_configurations_equal_the_golden_files(tmp_path: Path, backend: str, tas
     `ACCEL_GOLDEN=write` updates the golden files.
     """
     changes, settings = BACKENDS[backend]
-    made = deploy(artifact_for(tmp_path / "artifact", task, **changes), tmp_path / "out", task=task, **settings)
-    found = {name: (made.path / name / CONFIG).read_text(encoding="utf-8") for name in made.models}
-    for name in made.models:
-        assert read(made.path / name / CONFIG).name == name
+    repository = deploy(artifact_for(tmp_path / "artifact", task, **changes), tmp_path / "out", task=task, **settings)
+    configs = {name: (repository.path / name / CONFIG).read_text(encoding="utf-8") for name in repository.models}
+    for name in repository.models:
+        assert read(repository.path / name / CONFIG).name == name
     golden = GOLDEN / f"{backend}.{task}.json"
     if os.environ.get("ACCEL_GOLDEN") == "write":
-        golden.write_text(json.dumps({n: t.splitlines() for n, t in found.items()}, indent=1) + "\n", encoding="utf-8")
-    assert {n: t.splitlines() for n, t in found.items()} == json.loads(golden.read_text(encoding="utf-8"))
+        golden.write_text(
+            json.dumps({n: t.splitlines() for n, t in configs.items()}, indent=1) + "\n", encoding="utf-8"
+        )
+    assert {n: t.splitlines() for n, t in configs.items()} == json.loads(golden.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("layout", ["text", "ensemble", "graph"])
 def test_written_repositories_have_no_findings(tmp_path: Path, layout: str) -> None:
     artifact = make_artifact(tmp_path / "artifact").path
-    made = deploy(artifact, tmp_path / "out", layout=layout, buckets=(16, 32) if layout != "graph" else ())
-    assert check(made.path) == ()
-    assert made.name in made.models
+    repository = deploy(artifact, tmp_path / "out", layout=layout, buckets=(16, 32) if layout != "graph" else ())
+    assert check(repository.path) == ()
+    assert repository.name in repository.models
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[AccelError]]] = {
@@ -149,9 +151,11 @@ def test_queue_policy_is_optional_and_warns(tmp_path: Path, monkeypatch: pytest.
     plain = deploy(artifact, tmp_path / "plain")
     assert "queue_policy" not in (plain.path / plain.name / CONFIG).read_text(encoding="utf-8")
     assert not warned
-    asked = deploy(artifact, tmp_path / "asked", queue_timeout_us=1000)
-    assert read(asked.path / asked.name / CONFIG).dynamic_batching.default_queue_policy.default_timeout_microseconds
-    assert ["8870" in one for one in warned] == [True]
+    with_timeout = deploy(artifact, tmp_path / "asked", queue_timeout_us=1000)
+    assert read(
+        with_timeout.path / with_timeout.name / CONFIG
+    ).dynamic_batching.default_queue_policy.default_timeout_microseconds
+    assert ["8870" in text for text in warned] == [True]
 
 
 @pytest.mark.parametrize("path", sorted(SERVED.glob("*.py")), ids=lambda path: path.name)
@@ -171,6 +175,6 @@ def test_copied_modules_have_few_imports(path: Path) -> None:
             else []
         )
     }
-    beside = {"numpy", "tokenizers", "onnxruntime", "triton_python_backend_utils"}
-    assert absolute - set(sys.stdlib_module_names) <= beside
+    allowed = {"numpy", "tokenizers", "onnxruntime", "triton_python_backend_utils"}
+    assert absolute - set(sys.stdlib_module_names) <= allowed
     assert all(node.level <= 1 for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))

@@ -49,11 +49,11 @@ class Text:
 
 def decoder_of(artifact: Artifact, folder: Path) -> TextDecoder:
     """Deploy an artifact and return the `TextDecoder` of its repository."""
-    made = deploy(artifact.path, folder / "out", name="decoder")
-    version = made.path / "decoder" / "1"
+    repository = deploy(artifact.path, folder / "out", name="decoder")
+    version = repository.path / "decoder" / "1"
     settings = read_json(version / "settings.json")
     session = onnxruntime.InferenceSession(str(version / settings["graph"]), providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_outputs()]
+    names = [output.name for output in session.get_outputs()]
 
     def run(feeds: Any) -> dict[str, Any]:
         return dict(zip(names, session.run(names, dict(feeds)), strict=True))
@@ -90,10 +90,10 @@ def decoder(decoders: Callable[..., TextDecoder]) -> TextDecoder:
 
 def start(decoder: TextDecoder, prompt: str, cancelled: Callable[[], bool] = lambda: False, **options: Any) -> Text:
     """Add a request to the running batch and return its result object."""
-    found = Text()
-    row = decoder.read(prompt, options, send=found.pieces.append, done=found.ended.append, cancelled=cancelled)
+    text = Text()
+    row = decoder.read(prompt, options, send=text.pieces.append, done=text.ended.append, cancelled=cancelled)
     decoder.add(row)
-    return found
+    return text
 
 
 def finish(decoder: TextDecoder) -> None:
@@ -101,10 +101,10 @@ def finish(decoder: TextDecoder) -> None:
         decoder.step()
 
 
-def wanted(artifact: Artifact, prompt: str, new: int) -> str:
+def expected_text(artifact: Artifact, prompt: str, new: int) -> str:
     pipe = accel.pipeline("text-generation", str(artifact.path))
-    made = pipe(prompt, max_new_tokens=new, do_sample=False, return_full_text=False)
-    return str(made[0]["generated_text"])
+    generated = pipe(prompt, max_new_tokens=new, do_sample=False, return_full_text=False)
+    return str(generated[0]["generated_text"])
 
 
 def test_nan_ends_only_its_row(decoder: TextDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +112,9 @@ def test_nan_ends_only_its_row(decoder: TextDecoder, monkeypatch: pytest.MonkeyP
     run = decoder._run
 
     def spoiled(feeds: Any) -> dict[str, Any]:
-        found = run(feeds)
-        found["logits"][-1] = np.nan
-        return found
+        outputs = run(feeds)
+        outputs["logits"][-1] = np.nan
+        return outputs
 
     monkeypatch.setattr(decoder, "_run", spoiled)
     bad = start(decoder, "a", max_new_tokens=4)
@@ -132,7 +132,7 @@ def check_family(decoder: TextDecoder, artifact: Artifact, prompts: Sequence[str
     finish(decoder)
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         assert text.ended == [None]
-        assert text.text == wanted(artifact, prompt, 6 + i)
+        assert text.text == expected_text(artifact, prompt, 6 + i)
 
 
 def test_joining_rows_equal_single_generations(decoder: TextDecoder, generator: Callable[..., Artifact]) -> None:
@@ -170,7 +170,7 @@ def test_quantized_decoders(exported: Callable[[str], Artifact], tmp_path: Path,
     """
     quantized = accel.quantize(exported(family), tmp_path / "quantized", scheme=scheme)
     decoder = decoder_of(quantized, tmp_path)
-    for prompts in [[one] for one in BYTE_PROMPTS] if scheme == "dynamic-int8" else [BYTE_PROMPTS]:
+    for prompts in [[prompt] for prompt in BYTE_PROMPTS] if scheme == "dynamic-int8" else [BYTE_PROMPTS]:
         check_family(decoder, quantized, prompts)
 
 
@@ -187,7 +187,7 @@ def test_texts_end_before_longrope_changes_its_angles(
     finish(decoder)
     for prompt, text in zip(BYTE_PROMPTS, texts, strict=True):
         room = SHORT - len(decoder._tokenizer.encode(prompt).ids)
-        assert text.text == wanted(artifact, prompt, room)
+        assert text.text == expected_text(artifact, prompt, room)
 
 
 @pytest.mark.thorough
@@ -209,7 +209,7 @@ def test_sampled_tokens_depend_only_on_the_seed(decoder: TextDecoder) -> None:
     different = start(decoder, PROMPTS[0], seed=8, **options)
     finish(decoder)
     assert again.text == alone.text != different.text
-    assert all(one.ended == [None] for one in others)
+    assert all(text.ended == [None] for text in others)
 
 
 def test_default_top_k_equals_transformers(decoder: TextDecoder) -> None:
@@ -219,24 +219,24 @@ def test_default_top_k_equals_transformers(decoder: TextDecoder) -> None:
 
 
 def test_stop_text_ends_the_text_before_it(decoder: TextDecoder) -> None:
-    whole = start(decoder, PROMPTS[0], max_new_tokens=12)
+    uncut = start(decoder, PROMPTS[0], max_new_tokens=12)
     finish(decoder)
-    words = whole.text.split()
+    words = uncut.text.split()
     stop = " " + next(word for i, word in enumerate(words) if i > 1)
     cut = start(decoder, PROMPTS[0], max_new_tokens=12, stop=stop)
     finish(decoder)
-    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.text == uncut.text[: uncut.text.index(stop)]
     assert cut.ended == [None]
 
 
 def test_disconnected_client_frees_its_row(decoder: TextDecoder) -> None:
-    asked: list[int] = []
+    checks: list[int] = []
     alone = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
-    gone = start(decoder, PROMPTS[0], lambda: not asked.append(1) and len(asked) > 2, max_new_tokens=50)
+    gone = start(decoder, PROMPTS[0], lambda: not checks.append(1) and len(checks) > 2, max_new_tokens=50)
     other = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
-    assert len(asked) == 3
+    assert len(checks) == 3
     assert gone.ended == [None]
     assert other.text == alone.text
 
@@ -244,7 +244,7 @@ def test_disconnected_client_frees_its_row(decoder: TextDecoder) -> None:
 def test_failure_ends_all_rows_but_not_the_loop(decoder: TextDecoder) -> None:
     texts = [start(decoder, prompt) for prompt in PROMPTS[:2]]
     decoder.fail(RuntimeError("no memory"))
-    assert [str(one.ended[0]) for one in texts] == ["no memory"] * 2
+    assert [str(text.ended[0]) for text in texts] == ["no memory"] * 2
     after = start(decoder, PROMPTS[0], max_new_tokens=3)
     finish(decoder)
     assert after.ended == [None]

@@ -72,8 +72,8 @@ class Front:
         return answer
 
     def ask_all(self, requests: Sequence[Mapping[str, Sequence[str]]], **options: Any) -> list[Any]:
-        given = [Request({name: texts(*values) for name, values in one.items()}, options) for one in requests]
-        return self.batches.answer(given, self.call)
+        batch = [Request({name: texts(*values) for name, values in request.items()}, options) for request in requests]
+        return self.batches.answer(batch, self.call)
 
 
 Fronts = Callable[..., Front]
@@ -83,19 +83,19 @@ Local = Callable[..., Any]
 @pytest.fixture(scope="session")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Front]:
     """Return a function that creates the front model of a task (the model that accepts texts)."""
-    made: dict[Any, Front] = {}
+    fronts: dict[Any, Front] = {}
 
     def get(task: str, of: str | None = None, **settings: Any) -> Front:
         key = (task, json.dumps(settings))
-        if key not in made:
+        if key not in fronts:
             root = tmp_path_factory.mktemp("front")
             artifact = make_artifact(root / "artifact", of or task)
-            found = deploy(artifact, root / "out", task=task, name="front", **settings)
-            made[key] = Front(found.path / "front" / "1", artifact.path)
-        made[key].calls.clear()
+            repository = deploy(artifact, root / "out", task=task, name="front", **settings)
+            fronts[key] = Front(repository.path / "front" / "1", artifact.path)
+        fronts[key].calls.clear()
         # Reset the measured call costs, so that earlier tests do not influence this test.
-        made[key].batches._calls = CallCosts()
-        return made[key]
+        fronts[key].batches._calls = CallCosts()
+        return fronts[key]
 
     return get
 
@@ -105,12 +105,12 @@ def local(front: Fronts) -> Callable[..., Any]:
     """Return a function that creates the local pipeline for the artifact that the front model (the model that accepts
     texts) runs.
     """
-    made: dict[str, Any] = {}
+    pipelines: dict[str, Any] = {}
 
     def get(task: str, of: str | None = None) -> Any:
-        if task not in made:
-            made[task] = accel.pipeline(task, str(front(task, of).artifact))
-        return made[task]
+        if task not in pipelines:
+            pipelines[task] = accel.pipeline(task, str(front(task, of).artifact))
+        return pipelines[task]
 
     return get
 
@@ -118,10 +118,10 @@ def local(front: Fronts) -> Callable[..., Any]:
 def test_labels_and_scores_equal_the_pipelines(front: Fronts, local: Local) -> None:
     answers = front("text-classification").ask_all([{"TEXT": [text]} for text in TEXTS])
     for text, answer in zip(TEXTS, answers, strict=True):
-        wanted = local("text-classification")(text)[0]
-        assert answer["LABEL"].tolist() == [[wanted["label"].encode()]]
-        np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
-        everything = {one["label"]: one["score"] for one in local("text-classification")(text, top_k=None)}
+        expected = local("text-classification")(text)[0]
+        assert answer["LABEL"].tolist() == [[expected["label"].encode()]]
+        np.testing.assert_allclose(answer["SCORE"], [[expected["score"]]], atol=ATOL)
+        everything = {entry["label"]: entry["score"] for entry in local("text-classification")(text, top_k=None)}
         labels = front("text-classification").batches.settings["options"]["labels"]
         np.testing.assert_allclose(answer["SCORES"][0], [everything[label] for label in labels], atol=ATOL)
 
@@ -135,8 +135,8 @@ def test_only_the_text_without_a_required_token_is_refused(tmp_path: Path) -> No
     ids = replace(ids, required=tokenizer.convert_tokens_to_ids("card"))
     component = replace(component, inputs=(ids, *others))
     artifact = Artifact(artifact.path, replace(artifact.manifest, components=(component,)))
-    found = deploy(artifact, tmp_path / "out", task="text-classification", name="front")
-    front = Front(found.path / "front" / "1", artifact.path)
+    repository = deploy(artifact, tmp_path / "out", task="text-classification", name="front")
+    front = Front(repository.path / "front" / "1", artifact.path)
     right, refused = front.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": [TEXTS[1]]}])
     assert right["LABEL"].shape == (1, 1)
     assert isinstance(refused, InvalidRequestError)
@@ -146,8 +146,8 @@ def test_only_the_text_without_a_required_token_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("function", ["none", "sigmoid", "softmax"])
 def test_text_pairs_and_functions_to_apply(front: Fronts, local: Local, function: str) -> None:
     answer = front("text-classification").ask({"TEXT": [TEXTS[0]], "TEXT_PAIR": [TEXTS[1]]}, function_to_apply=function)
-    wanted = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
-    np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
+    expected = local("text-classification")({"text": TEXTS[0], "text_pair": TEXTS[1]}, function_to_apply=function)
+    np.testing.assert_allclose(answer["SCORE"], [[expected["score"]]], atol=ATOL)
 
 
 @pytest.mark.parametrize("strategy", ["none", "simple", "first", "average", "max"])
@@ -155,53 +155,57 @@ def test_text_pairs_and_functions_to_apply(front: Fronts, local: Local, function
 def test_entities_equal_the_pipelines(front: Fronts, local: Local, strategy: str) -> None:
     answers = front("token-classification").ask_all([{"TEXT": [text]} for text in TEXTS], aggregation_strategy=strategy)
     for text, answer in zip(TEXTS, answers, strict=True):
-        wanted = local("token-classification")(text, aggregation_strategy=strategy)
-        same_entities(json.loads(answer["ENTITIES"][0, 0]), wanted)
+        expected = local("token-classification")(text, aggregation_strategy=strategy)
+        same_entities(json.loads(answer["ENTITIES"][0, 0]), expected)
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 def test_long_texts_are_tagged_in_windows(front: Fronts, local: Local) -> None:
     long = " ".join(TEXTS * 3)
     answer = front("token-classification").ask({"TEXT": [long]}, aggregation_strategy="first", stride=8)
-    wanted = local("token-classification")(long, aggregation_strategy="first", stride=8)
-    same_entities(json.loads(answer["ENTITIES"][0, 0]), wanted)
+    expected = local("token-classification")(long, aggregation_strategy="first", stride=8)
+    same_entities(json.loads(answer["ENTITIES"][0, 0]), expected)
     assert front("token-classification").batches is not None
 
 
-def same_entities(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-    assert [{k: v for k, v in one.items() if k != "score"} for one in found] == [
-        {k: v for k, v in one.items() if k != "score"} for one in wanted
+def same_entities(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [{k: v for k, v in entity.items() if k != "score"} for entity in actual] == [
+        {k: v for k, v in entity.items() if k != "score"} for entity in expected
     ]
-    np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in wanted], atol=ATOL)
+    np.testing.assert_allclose(
+        [entity["score"] for entity in actual], [entity["score"] for entity in expected], atol=ATOL
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"max_seq_len": 24, "doc_stride": 4}, {"max_answer_len": 2}])
 def test_answers_equal_the_pipelines(front: Fronts, local: Local, options: dict[str, Any]) -> None:
     context = " ".join(TEXTS * 2)
     answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": [context]}, **options)
-    wanted = local("question-answering")(question="where?", context=context, **options)
-    wanted = wanted if isinstance(wanted, list) else [wanted]
-    assert [text.decode() for text in answer["ANSWER"][0]] == [one["answer"] for one in wanted]
-    assert answer["START"].tolist() == [[one["start"] for one in wanted]]
-    assert answer["END"].tolist() == [[one["end"] for one in wanted]]
-    np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
+    expected = local("question-answering")(question="where?", context=context, **options)
+    expected = expected if isinstance(expected, list) else [expected]
+    assert [text.decode() for text in answer["ANSWER"][0]] == [item["answer"] for item in expected]
+    assert answer["START"].tolist() == [[item["start"] for item in expected]]
+    assert answer["END"].tolist() == [[item["end"] for item in expected]]
+    np.testing.assert_allclose(answer["SCORE"][0], [item["score"] for item in expected], atol=ATOL)
 
 
 def test_impossible_answer_equals_the_pipelines(front: Fronts, local: Local) -> None:
-    asked = {"handle_impossible_answer": True, "top_k": 50}
-    answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": ["pay the fee"]}, **asked)
-    wanted = local("question-answering")(question="where?", context="pay the fee", **asked)
+    settings = {"handle_impossible_answer": True, "top_k": 50}
+    answer = front("question-answering").ask({"QUESTION": ["where?"], "CONTEXT": ["pay the fee"]}, **settings)
+    expected = local("question-answering")(question="where?", context="pay the fee", **settings)
     assert b"" in answer["ANSWER"][0].tolist()
-    np.testing.assert_allclose(answer["SCORE"][0], [one["score"] for one in wanted], atol=ATOL)
+    np.testing.assert_allclose(answer["SCORE"][0], [item["score"] for item in expected], atol=ATOL)
 
 
 @pytest.mark.parametrize("task", ["sentence-similarity", "feature-extraction"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_embeddings_equal_the_models(front: Fronts, task: str, normalize: bool) -> None:
-    one = front(task)
-    found = np.concatenate([a["EMBEDDING"] for a in one.ask_all([{"TEXT": [t]} for t in TEXTS], normalize=normalize)])
-    model = accel.ORTModelForFeatureExtraction.from_pretrained(one.artifact)
-    np.testing.assert_allclose(found, model.encode(TEXTS, normalize_embeddings=normalize), atol=ATOL)
+    served = front(task)
+    embeddings = np.concatenate(
+        [a["EMBEDDING"] for a in served.ask_all([{"TEXT": [t]} for t in TEXTS], normalize=normalize)]
+    )
+    model = accel.ORTModelForFeatureExtraction.from_pretrained(served.artifact)
+    np.testing.assert_allclose(embeddings, model.encode(TEXTS, normalize_embeddings=normalize), atol=ATOL)
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
@@ -211,34 +215,36 @@ def test_candidate_labels_equal_the_pipelines(
 ) -> None:
     zero_shot = front("zero-shot-classification", "text-classification")
     answer = zero_shot.ask({"TEXT": [TEXTS[3]], "CANDIDATE_LABELS": labels}, multi_label=multi_label)
-    wanted = local("zero-shot-classification", "text-classification")(TEXTS[3], labels, multi_label=multi_label)
-    assert [label.decode() for label in answer["LABELS"][0]] == wanted["labels"]
-    np.testing.assert_allclose(answer["SCORES"][0], wanted["scores"], atol=ATOL)
+    expected = local("zero-shot-classification", "text-classification")(TEXTS[3], labels, multi_label=multi_label)
+    assert [label.decode() for label in answer["LABELS"][0]] == expected["labels"]
+    np.testing.assert_allclose(answer["SCORES"][0], expected["scores"], atol=ATOL)
 
 
 def test_rankings_equal_the_models(front: Fronts) -> None:
-    one = front("text-ranking")
-    answer = one.ask({"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS[1:]})
-    model = accel.ORTModelForSequenceClassification.from_pretrained(one.artifact)
-    wanted = model.rank(TEXTS[0], TEXTS[1:])
-    assert answer["RANKING"][0].tolist() == [one["corpus_id"] for one in wanted]
-    np.testing.assert_allclose(answer["SCORES"][0][answer["RANKING"][0]], [one["score"] for one in wanted], atol=ATOL)
+    served = front("text-ranking")
+    answer = served.ask({"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS[1:]})
+    model = accel.ORTModelForSequenceClassification.from_pretrained(served.artifact)
+    expected = model.rank(TEXTS[0], TEXTS[1:])
+    assert answer["RANKING"][0].tolist() == [served["corpus_id"] for served in expected]
+    np.testing.assert_allclose(
+        answer["SCORES"][0][answer["RANKING"][0]], [served["score"] for served in expected], atol=ATOL
+    )
 
 
 def test_requests_of_a_batch_share_one_call(front: Fronts) -> None:
-    one = front("text-classification")
-    one.ask_all([{"TEXT": [text]} for text in TEXTS])
-    assert [shape[0] for shape in one.calls] == [len(TEXTS)]
+    served = front("text-classification")
+    served.ask_all([{"TEXT": [text]} for text in TEXTS])
+    assert [shape[0] for shape in served.calls] == [len(TEXTS)]
 
 
 def test_large_batches_are_divided_by_length(front: Fronts) -> None:
-    one, whole = front("text-classification", max_batch_size=2), front("text-classification")
+    small_batches, large_batches = front("text-classification", max_batch_size=2), front("text-classification")
     requests = [{"TEXT": [text]} for text in TEXTS]
-    wanted = whole.ask_all(requests)
-    found = one.ask_all(requests)
-    assert [shape[0] for shape in one.calls] == [2, 2, 1]
-    assert [shape[1] for shape in one.calls] == sorted(shape[1] for shape in one.calls)
-    for a, b in zip(found, wanted, strict=True):
+    expected = large_batches.ask_all(requests)
+    answers = small_batches.ask_all(requests)
+    assert [shape[0] for shape in small_batches.calls] == [2, 2, 1]
+    assert [shape[1] for shape in small_batches.calls] == sorted(shape[1] for shape in small_batches.calls)
+    for a, b in zip(answers, expected, strict=True):
         np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
 
 
@@ -289,23 +295,23 @@ def test_division_has_the_lowest_cost() -> None:
 
 
 def test_divided_rows_give_equal_results(front: Fronts) -> None:
-    one = front("text-classification")
+    served = front("text-classification")
     requests = [{"TEXT": [text]} for text in TEXTS]
-    whole = one.ask_all(requests)
-    one.batches._calls = taught(1e-3, 1e-3)
-    one.calls.clear()
-    divided = one.ask_all(requests)
-    assert len(one.calls) > 1
-    for a, b in zip(divided, whole, strict=True):
+    undivided = served.ask_all(requests)
+    served.batches._calls = taught(1e-3, 1e-3)
+    served.calls.clear()
+    divided = served.ask_all(requests)
+    assert len(served.calls) > 1
+    for a, b in zip(divided, undivided, strict=True):
         np.testing.assert_allclose(a["SCORES"], b["SCORES"], atol=ATOL)
 
 
 def test_batches_are_padded_to_buckets(front: Fronts) -> None:
-    one = front("text-classification", buckets=(16, 40))
-    found = one.ask_all([{"TEXT": [text]} for text in TEXTS])
-    assert {shape[1] for shape in one.calls} <= {16, 40}
+    bucketed = front("text-classification", buckets=(16, 40))
+    answers = bucketed.ask_all([{"TEXT": [text]} for text in TEXTS])
+    assert {shape[1] for shape in bucketed.calls} <= {16, 40}
     np.testing.assert_allclose(
-        found[0]["SCORES"], front("text-classification").ask({"TEXT": [TEXTS[0]]})["SCORES"], atol=ATOL
+        answers[0]["SCORES"], front("text-classification").ask({"TEXT": [TEXTS[0]]})["SCORES"], atol=ATOL
     )
 
 
@@ -315,18 +321,18 @@ def test_left_padding_does_not_change_results(front: Fronts, tmp_path: Path) -> 
     left.batches.tokens._left = True
     requests = [{"TEXT": [text]} for text in TEXTS]
     for a, b in zip(left.ask_all(requests), plain.ask_all(requests), strict=True):
-        assert [one["entity"] for one in json.loads(a["ENTITIES"][0, 0])] == [
-            one["entity"] for one in json.loads(b["ENTITIES"][0, 0])
+        assert [entity["entity"] for entity in json.loads(a["ENTITIES"][0, 0])] == [
+            entity["entity"] for entity in json.loads(b["ENTITIES"][0, 0])
         ]
 
 
 def test_refused_request_does_not_affect_other_requests(front: Fronts) -> None:
-    one = front("text-classification")
-    wanted = one.ask({"TEXT": [TEXTS[0]]})
-    found = one.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
-    np.testing.assert_allclose(found[0]["SCORES"], wanted["SCORES"], atol=ATOL)
-    assert isinstance(found[1], InvalidRequestError)
-    assert "102 tokens" in str(found[1])
+    served = front("text-classification")
+    expected = served.ask({"TEXT": [TEXTS[0]]})
+    answers = served.ask_all([{"TEXT": [TEXTS[0]]}, {"TEXT": ["pay " * 100]}])
+    np.testing.assert_allclose(answers[0]["SCORES"], expected["SCORES"], atol=ATOL)
+    assert isinstance(answers[1], InvalidRequestError)
+    assert "102 tokens" in str(answers[1])
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -339,11 +345,11 @@ def test_nan_fails_only_its_request(front: Fronts, task: str, spread: bool) -> N
     first = int(served.batches.tokens.encode(TEXTS[1], cut="longest_first")[0].ids[1])
 
     def call(feeds: Mapping[str, Any]) -> dict[str, Any]:
-        found = served.call(feeds)
+        outputs = served.call(feeds)
         wrong = (feeds["input_ids"] == first).any(axis=1)
-        for values in found.values():
+        for values in outputs.values():
             values[wrong | (spread & wrong.any())] = np.nan
-        return found
+        return outputs
 
     requests = [Request({"TEXT": texts(text)}, {}) for text in TEXTS[:3]]
     answers = served.batches.answer(requests, call)
@@ -368,8 +374,8 @@ def test_infinity_in_the_output_raises(front: Fronts) -> None:
 
 def test_long_text_can_be_truncated(front: Fronts, local: Local) -> None:
     answer = front("text-classification").ask({"TEXT": ["pay " * 100]}, truncation=True)
-    wanted = local("text-classification")("pay " * 100, truncation=True)[0]
-    np.testing.assert_allclose(answer["SCORE"], [[wanted["score"]]], atol=ATOL)
+    expected = local("text-classification")("pay " * 100, truncation=True)[0]
+    np.testing.assert_allclose(answer["SCORE"], [[expected["score"]]], atol=ATOL)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
@@ -399,8 +405,8 @@ def test_refused_requests_name_the_reason(front: Fronts, case: str) -> None:
 
 
 def test_invalid_utf8_is_refused(front: Fronts) -> None:
-    one = front("text-classification")
-    (answer,) = one.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], one.call)
+    served = front("text-classification")
+    (answer,) = served.batches.answer([Request({"TEXT": np.array([[b"\xff\xfe"]], dtype=object)}, {})], served.call)
     assert isinstance(answer, InvalidRequestError)
 
 
@@ -441,7 +447,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module: Any = ModuleType("triton_python_backend_utils")
 
     def find(holder: Any, name: str) -> Tensor | None:
-        return next((one for one in holder.tensors if one.name == name), None)
+        return next((tensor for tensor in holder.tensors if tensor.name == name), None)
 
     class TritonError(Exception):
         INVALID_ARG = 3
@@ -464,54 +470,54 @@ def model(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_front_model_handles_triton_requests(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = front("text-classification")
+    served_front = front("text-classification")
 
     class InferenceRequest:
         def __init__(self, model_name: str, inputs: Any, requested_output_names: Any, preferred_memory: Any) -> None:
-            self.feeds = {one.name: one.values for one in inputs}
+            self.feeds = {tensor.name: tensor.values for tensor in inputs}
             assert model_name == "front_graph"
 
         def exec(self) -> Response:
-            return Response([Tensor(name, values) for name, values in here.call(self.feeds).items()])
+            return Response([Tensor(name, values) for name, values in served_front.call(self.feeds).items()])
 
     backend.InferenceRequest = InferenceRequest
-    served = model("text_model", here.folder, monkeypatch)
+    served = model("text_model", served_front.folder, monkeypatch)
     served.initialize({"model_config": json.dumps({"input": [{"name": "TEXT"}, {"name": "TEXT_PAIR"}]})})
     responses = served.execute([Asked([Tensor("TEXT", texts(TEXTS[0]))]), Asked([Tensor("TEXT", texts("pay " * 99))])])
-    wanted = here.ask({"TEXT": [TEXTS[0]]})
-    np.testing.assert_allclose(responses[0].tensors[2].values, wanted["SCORES"], atol=ATOL)
+    expected = served_front.ask({"TEXT": [TEXTS[0]]})
+    np.testing.assert_allclose(responses[0].tensors[2].values, expected["SCORES"], atol=ATOL)
     assert responses[1].error.args[1] == 3
 
 
 def test_ensembles_equal_the_front_model(front: Fronts, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = front("token-classification")
-    tokenizer, last = (model("ensemble_step", here.folder, monkeypatch) for _ in range(2))
+    served_front = front("token-classification")
+    tokenizer, last = (model("ensemble_step", served_front.folder, monkeypatch) for _ in range(2))
     for step, names in ((tokenizer, ["TEXT"]), (last, ["TEXT", "logits"])):
         step.initialize({"model_config": json.dumps({"input": [{"name": name} for name in names]})})
     text = Tensor("TEXT", texts(TEXTS[0]))
     (ids,) = tokenizer.execute([Asked([text])])
-    found = here.call({one.name: one.values for one in ids.tensors})
-    (answer,) = last.execute([Asked([text, *(Tensor(name, values) for name, values in found.items())])])
-    assert answer.tensors[0].values.tolist() == here.ask({"TEXT": [TEXTS[0]]})["ENTITIES"].tolist()
+    outputs = served_front.call({tensor.name: tensor.values for tensor in ids.tensors})
+    (answer,) = last.execute([Asked([text, *(Tensor(name, values) for name, values in outputs.items())])])
+    assert answer.tensors[0].values.tolist() == served_front.ask({"TEXT": [TEXTS[0]]})["ENTITIES"].tolist()
 
 
 def test_python_graph_model_splits_merged_requests(
     tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = make_artifact(tmp_path / "artifact")
-    made = deploy(artifact, tmp_path / "out", layout="graph", name="graph", backend="python")
-    folder = made.path / "graph" / "1"
+    repository = deploy(artifact, tmp_path / "out", layout="graph", name="graph", backend="python")
+    folder = repository.path / "graph" / "1"
     served = model("graph", folder, monkeypatch)
     names = ["input_ids", "attention_mask", "token_type_ids"]
     served.initialize(
         {"model_config": json.dumps({"input": [{"name": n} for n in names], "output": [{"name": "logits"}]})}
     )
     rows = [np.full((n, 5), 7 + n, dtype="int64") for n in (1, 3)]
-    asked = [
+    requests = [
         Asked([Tensor("input_ids", r), Tensor("attention_mask", r * 0 + 1), Tensor("token_type_ids", r * 0)])
         for r in rows
     ]
-    together = served.execute(asked)
-    assert [one.tensors[0].values.shape for one in together] == [(1, 3), (3, 3)]
-    for one, alone in zip(together, [served.execute([one])[0] for one in asked], strict=True):
-        np.testing.assert_allclose(one.tensors[0].values, alone.tensors[0].values, atol=ATOL)
+    together = served.execute(requests)
+    assert [response.tensors[0].values.shape for response in together] == [(1, 3), (3, 3)]
+    for response, alone in zip(together, [served.execute([response])[0] for response in requests], strict=True):
+        np.testing.assert_allclose(response.tensors[0].values, alone.tensors[0].values, atol=ATOL)

@@ -50,10 +50,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def installation() -> Installation:
-    found = find_server()
-    if found is None:
+    server = find_server()
+    if server is None:
         pytest.skip(f"no tritonserver here, and {VARIABLE} names none: see `make test-triton`")
-    return found
+    return server
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def repository(
     repository.
     """
     root = tmp_path_factory.mktemp("triton")
-    whole = root / "repository"
+    merged = root / "repository"
     deployed = [
         *((path, {"task": task}) for task, path in artifacts.items()),
         (artifacts["text-classification"], {"layout": "ensemble", "name": "ensemble"}),
@@ -86,15 +86,15 @@ def repository(
         (generator("llama").path, {"max_batch_size": 4}),
     ]
     for number, (path, settings) in enumerate(deployed):
-        made = deploy(path, root / str(number), **settings)
-        assert check(made.path) == ()
-        for name in made.models:
-            shutil.move(made.path / name, whole / name) if whole.is_dir() else shutil.copytree(
-                made.path / name, whole / name
+        written = deploy(path, root / str(number), **settings)
+        assert check(written.path) == ()
+        for name in written.models:
+            shutil.move(written.path / name, merged / name) if merged.is_dir() else shutil.copytree(
+                written.path / name, merged / name
             )
-    assert check(whole) == ()
-    assert shadow(whole, root / "shadow") == []
-    return whole
+    assert check(merged) == ()
+    assert shadow(merged, root / "shadow") == []
+    return merged
 
 
 @pytest.fixture(scope="session")
@@ -111,12 +111,12 @@ def ask(request: pytest.FixtureRequest, server: TritonServer) -> Iterator[Callab
     client = module.InferenceServerClient(f"127.0.0.1:{port}")
 
     def call(name: str, inputs: dict[str, Sequence[str]], **options: Any) -> dict[str, Any]:
-        given = []
+        tensors = []
         for key, values in inputs.items():
-            one = module.InferInput(key, [1, len(values)], "BYTES")
-            one.set_data_from_numpy(np.array([[value.encode() for value in values]], dtype=object))
-            given.append(one)
-        answer = client.infer(name, given, parameters=options or None)
+            tensor = module.InferInput(key, [1, len(values)], "BYTES")
+            tensor.set_data_from_numpy(np.array([[value.encode() for value in values]], dtype=object))
+            tensors.append(tensor)
+        answer = client.infer(name, tensors, parameters=options or None)
         response = answer.get_response()
         names = (
             [o["name"] for o in response["outputs"]]
@@ -138,49 +138,51 @@ def local(artifacts: dict[str, Path]) -> Callable[[str], Any]:
 @pytest.mark.parametrize("name", ["text_classification", "ensemble"])
 def test_labels(ask: Callable[..., Any], local: Callable[[str], Any], name: str) -> None:
     for text in TEXTS:
-        answer, wanted = ask(name, {"TEXT": [text]}), local("text-classification")(text)[0]
-        assert answer["LABEL"].tolist() == [wanted["label"].encode()]
-        np.testing.assert_allclose(answer["SCORE"], [wanted["score"]], atol=ATOL)
+        answer, expected = ask(name, {"TEXT": [text]}), local("text-classification")(text)[0]
+        assert answer["LABEL"].tolist() == [expected["label"].encode()]
+        np.testing.assert_allclose(answer["SCORE"], [expected["score"]], atol=ATOL)
 
 
 @pytest.mark.parametrize("name", ["token_classification", "tags_ensemble"])
 @pytest.mark.parametrize("strategy", ["none", "simple"])
 def test_entities(ask: Callable[..., Any], local: Callable[[str], Any], strategy: str, name: str) -> None:
     for text in TEXTS:
-        found = json.loads(ask(name, {"TEXT": [text]}, aggregation_strategy=strategy)["ENTITIES"][0])
-        wanted = local("token-classification")(text, aggregation_strategy=strategy)
-        assert [{**one, "score": 0} for one in found] == [{**one, "score": 0} for one in wanted]
-        np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in wanted], atol=ATOL)
+        entities = json.loads(ask(name, {"TEXT": [text]}, aggregation_strategy=strategy)["ENTITIES"][0])
+        expected = local("token-classification")(text, aggregation_strategy=strategy)
+        assert [{**entity, "score": 0} for entity in entities] == [{**entity, "score": 0} for entity in expected]
+        np.testing.assert_allclose(
+            [entity["score"] for entity in entities], [entity["score"] for entity in expected], atol=ATOL
+        )
 
 
 def test_answers(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
     context = " ".join(TEXTS * 4)
     answer = ask("question_answering", {"QUESTION": ["where?"], "CONTEXT": [context]}, top_k=3)
-    wanted = local("question-answering")(question="where?", context=context, top_k=3)
-    assert [text.decode() for text in answer["ANSWER"]] == [one["answer"] for one in wanted]
-    assert answer["START"].tolist() == [one["start"] for one in wanted]
-    np.testing.assert_allclose(answer["SCORE"], [one["score"] for one in wanted], atol=ATOL)
+    expected = local("question-answering")(question="where?", context=context, top_k=3)
+    assert [text.decode() for text in answer["ANSWER"]] == [item["answer"] for item in expected]
+    assert answer["START"].tolist() == [item["start"] for item in expected]
+    np.testing.assert_allclose(answer["SCORE"], [item["score"] for item in expected], atol=ATOL)
 
 
 def test_embeddings(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
     model = accel.ORTModelForFeatureExtraction.from_pretrained(artifacts["sentence-similarity"])
-    found = np.stack([ask("sentence_similarity", {"TEXT": [text]})["EMBEDDING"] for text in TEXTS])
-    np.testing.assert_allclose(found, model.encode(TEXTS), atol=ATOL)
+    embeddings = np.stack([ask("sentence_similarity", {"TEXT": [text]})["EMBEDDING"] for text in TEXTS])
+    np.testing.assert_allclose(embeddings, model.encode(TEXTS), atol=ATOL)
 
 
 def test_candidate_labels(ask: Callable[..., Any], local: Callable[[str], Any]) -> None:
     labels = ["bank", "phone", "fee"]
     answer = ask("zero_shot_classification", {"TEXT": [TEXTS[0]], "CANDIDATE_LABELS": labels})
-    wanted = local("zero-shot-classification")(TEXTS[0], labels)
-    assert [label.decode() for label in answer["LABELS"]] == wanted["labels"]
-    np.testing.assert_allclose(answer["SCORES"], wanted["scores"], atol=ATOL)
+    expected = local("zero-shot-classification")(TEXTS[0], labels)
+    assert [label.decode() for label in answer["LABELS"]] == expected["labels"]
+    np.testing.assert_allclose(answer["SCORES"], expected["scores"], atol=ATOL)
 
 
 def test_ranking(ask: Callable[..., Any], artifacts: dict[str, Path]) -> None:
     model = accel.ORTModelForSequenceClassification.from_pretrained(artifacts["text-ranking"])
-    answer, wanted = ask("text_ranking", {"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS}), model.rank(TEXTS[0], TEXTS)
-    assert answer["RANKING"].tolist() == [one["corpus_id"] for one in wanted]
-    np.testing.assert_allclose(answer["SCORES"][answer["RANKING"]], [one["score"] for one in wanted], atol=ATOL)
+    answer, expected = ask("text_ranking", {"QUERY": [TEXTS[0]], "DOCUMENTS": TEXTS}), model.rank(TEXTS[0], TEXTS)
+    assert answer["RANKING"].tolist() == [entry["corpus_id"] for entry in expected]
+    np.testing.assert_allclose(answer["SCORES"][answer["RANKING"]], [entry["score"] for entry in expected], atol=ATOL)
 
 
 def test_too_long_text_is_refused(ask: Callable[..., Any]) -> None:
@@ -190,10 +192,12 @@ def test_too_long_text_is_refused(ask: Callable[..., Any]) -> None:
 
 def test_example_client_sends_several_rows(server: TritonServer, local: Callable[[str], Any]) -> None:
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "triton_client" / "client.py"))
-    found = example["classify"](f"127.0.0.1:{server.http}", "text_classification", TEXTS)
-    wanted = [local("text-classification")(text)[0] for text in TEXTS]
-    assert [label for label, _ in found] == [one["label"] for one in wanted]
-    np.testing.assert_allclose([score for _, score in found], [one["score"] for one in wanted], atol=ATOL)
+    rows = example["classify"](f"127.0.0.1:{server.http}", "text_classification", TEXTS)
+    expected = [local("text-classification")(text)[0] for text in TEXTS]
+    assert [label for label, _ in rows] == [label_and_score["label"] for label_and_score in expected]
+    np.testing.assert_allclose(
+        [score for _, score in rows], [label_and_score["score"] for label_and_score in expected], atol=ATOL
+    )
 
 
 def test_requests_with_several_sizes_share_a_batch(server: TritonServer) -> None:
@@ -211,8 +215,8 @@ def callers(
 ) -> None:
     """Send requests from many concurrent clients. Each client sends its next request when it has received a response."""
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for one in calls:
-        waiting.put(one)
+    for item in calls:
+        waiting.put(item)
     failed: list[Exception] = []
 
     def work() -> None:
@@ -223,21 +227,21 @@ def callers(
             except queue.Empty:
                 client.close()
                 return
-            given = []
+            tensors = []
             for key, values in inputs.items():
                 tensor = http_client.InferInput(key, [1, len(values)], "BYTES")
                 tensor.set_data_from_numpy(np.array([[value.encode() for value in values]], dtype=object))
-                given.append(tensor)
+                tensors.append(tensor)
             try:
-                client.infer(name, given, parameters=options or None)
+                client.infer(name, tensors, parameters=options or None)
             except Exception as error:  # noqa: BLE001  # the test reports any error
                 failed.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(count)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for item in threads:
+        item.start()
+    for item in threads:
+        item.join()
     assert not failed
 
 
@@ -253,21 +257,21 @@ def test_sixteen_clients_with_different_lengths_share_batches(server: TritonServ
 def test_streamed_text_equals_the_local_pipelines(server: TritonServer, generator: Callable[..., Artifact]) -> None:
     prompts = ["the card", "where is my new bank account in paris", "pay", "i can not transfer cash", "the fee", "a"]
     pipe = accel.pipeline("text-generation", str(generator("llama").path))
-    found: dict[str, list[str]] = {}
+    pieces: dict[str, list[str]] = {}
 
-    def one(prompt: str) -> None:
+    def stream(prompt: str) -> None:
         body = {"PROMPT": prompt, "parameters": {"max_new_tokens": 12, "do_sample": False}}
-        found[prompt] = [piece["TEXT"] for piece in server.stream("text_generation", body)]
+        pieces[prompt] = [piece["TEXT"] for piece in server.stream("text_generation", body)]
 
-    threads = [threading.Thread(target=one, args=(prompt,)) for prompt in prompts]
+    threads = [threading.Thread(target=stream, args=(prompt,)) for prompt in prompts]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     for prompt in prompts:
-        wanted = pipe(prompt, max_new_tokens=12, do_sample=False, return_full_text=False)[0]["generated_text"]
-        assert "".join(found[prompt]) == wanted
-        assert len(found[prompt]) > 1
+        expected = pipe(prompt, max_new_tokens=12, do_sample=False, return_full_text=False)[0]["generated_text"]
+        assert "".join(pieces[prompt]) == expected
+        assert len(pieces[prompt]) > 1
 
 
 def test_streamed_text_over_grpc(server: TritonServer) -> None:
@@ -295,10 +299,10 @@ def test_streamed_text_over_grpc(server: TritonServer) -> None:
 def test_model_loading_errors_are_reported(
     artifacts: dict[str, Path], installation: Installation, tmp_path: Path
 ) -> None:
-    made = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
-    code = made.path / made.name / "1" / "model.py"
+    repository = deploy(artifacts["text-classification"], tmp_path / "out", backend="python")
+    code = repository.path / repository.name / "1" / "model.py"
     code.write_text(code.read_text(encoding="utf-8") + "\nraise RuntimeError('broken on purpose')\n", encoding="utf-8")
-    shadow(made.path, tmp_path / "shadow")
+    shadow(repository.path, tmp_path / "shadow")
     with pytest.raises(SessionError, match="broken on purpose"), TritonServer(tmp_path / "shadow", installation):
         pass
     assert os.environ.get("LD_LIBRARY_PATH", "").find("nvidia_pytriton") == -1

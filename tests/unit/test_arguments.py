@@ -35,7 +35,7 @@ def some(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [
         {"path": "a"},
         {"path": Path("a"), "count": np.int64(3), "share": np.float32(0.5), "flag": True},
@@ -43,12 +43,12 @@ def some(
         {"path": "a", "level": "middle", "names": None, "table": None},
     ],
 )
-def test_allowed_arguments_are_accepted(given: dict[str, Any]) -> None:
-    assert some(**given) == "done"
+def test_allowed_arguments_are_accepted(arguments: dict[str, Any]) -> None:
+    assert some(**arguments) == "done"
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("arguments", "name"),
     [
         ({"path": 5}, "path"),
         ({"path": b"a"}, "path"),
@@ -65,9 +65,9 @@ def test_allowed_arguments_are_accepted(given: dict[str, Any]) -> None:
         ({"path": "a", "table": ["a"]}, "table"),
     ],
 )
-def test_arguments_of_wrong_type_are_refused(given: dict[str, Any], name: str) -> None:
+def test_arguments_of_wrong_type_are_refused(arguments: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"argument {name} of|{name} is ") as caught:
-        some(**given)
+        some(**arguments)
     assert caught.value.fix
 
 

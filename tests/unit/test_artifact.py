@@ -85,10 +85,10 @@ def test_manifests_without_operator_domains_keep_their_digest(artifact: Artifact
     assert "domains" not in written["components"][0], "what is unknown is not written"
     assert Artifact.load(artifact.path).domains is None
     components = tuple(replace(c, domains=("", "com.microsoft")) for c in artifact.components)
-    told = Artifact.create(artifact.path, replace(artifact.manifest, components=components))
-    assert told.digest == artifact.digest
-    assert Artifact.load(artifact.path) == told
-    assert told.domains == ("", "com.microsoft")
+    with_domains = Artifact.create(artifact.path, replace(artifact.manifest, components=components))
+    assert with_domains.digest == artifact.digest
+    assert Artifact.load(artifact.path) == with_domains
+    assert with_domains.domains == ("", "com.microsoft")
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,10 @@ def test_manifest_paths_outside_the_folder_are_refused(artifact: Artifact, name:
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
 def test_recorded_files_must_be_regular_files(artifact: Artifact, make: Callable[[Path], None]) -> None:
     """A pipe that a manifest records is refused, because reading the pipe would never end."""
-    made = artifact.path / "more.json"
-    make(made)
+    extra_file = artifact.path / "more.json"
+    make(extra_file)
     values = values_of(artifact)
-    values["files"] = [{"name": "more.json", "bytes": made.stat().st_size, "sha256": "0" * 64}]
+    values["files"] = [{"name": "more.json", "bytes": extra_file.stat().st_size, "sha256": "0" * 64}]
     with pytest.raises(IntegrityError, match="is not a regular file"):
         Artifact.load(rewritten(artifact, values))
 
@@ -300,14 +300,14 @@ def test_every_file_that_transformers_reads_has_a_kind() -> None:
 
 
 def test_older_schemas_open_with_one_warning(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(manifest.logger, "warning", lambda text, *values: said.append(text % values))
+    warnings: list[str] = []
+    monkeypatch.setattr(manifest.logger, "warning", lambda text, *values: warnings.append(text % values))
     values = {k: v for k, v in values_of(artifact).items() if k not in ("sha256", "files")}
     (artifact.path / "accel.json").write_text(json.dumps({**values, "schema": 1}))
     for _ in range(2):
         assert Artifact.load(artifact.path).digest == artifact.digest
-    assert len(said) == 1
-    assert "no checksums of tokenizers" in said[0]
+    assert len(warnings) == 1
+    assert "no checksums of tokenizers" in warnings[0]
 
 
 def test_links_outside_the_folder_are_refused(artifact: Artifact, tmp_path: Path) -> None:

@@ -175,8 +175,8 @@ class TestColumns:
         }
 
     def test_text_pairs_are_preferred_to_single_texts(self) -> None:
-        found = columns([{"question": "a", "sentence": "b", "label": 1, "idx": 0}], "text-classification")
-        assert found == {"label": "label", "text": "question", "text_pair": "sentence"}
+        mapping = columns([{"question": "a", "sentence": "b", "label": 1, "idx": 0}], "text-classification")
+        assert mapping == {"label": "label", "text": "question", "text_pair": "sentence"}
 
     def test_only_remaining_column_is_the_text(self) -> None:
         assert columns([{"phrase": "a", "label": 1}], "text-classification")["text"] == "phrase"

@@ -70,12 +70,12 @@ def test_scheme_trials_are_limited_to_their_tasks(space: SearchSpace, monkeypatc
         ("text-generation", ["weight-4", "weight-4 block_size=128"]),
     ):
         other = SearchSpace(task=task, device=None, backends=None, half_exports=False, calibrated=True)
-        found = [str(recipe) for recipe in other.quantizations(other.exports()[0], "float32")]
-        assert [one.split(" > ")[1] for one in found if "weight-4" in one] == sizes
+        recipes = [str(recipe) for recipe in other.quantizations(other.exports()[0], "float32")]
+        assert [title.split(" > ")[1] for title in recipes if "weight-4" in title] == sizes
 
 
 def test_run_only_backend_uses_exports_of_another_backend(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = next(one for one in VENDOR.capabilities if one.stage == "run")
+    runs = next(item for item in VENDOR.capabilities if item.stage == "run")
     runner = BackendSpec(
         name="runner", summary="runs alone", extra="runner", impl="nowhere:Nothing", capabilities=(runs,)
     )
@@ -83,13 +83,13 @@ def test_run_only_backend_uses_exports_of_another_backend(space: SearchSpace, mo
     monkeypatch.setattr(registry, "describe_all", lambda: (tuple(specs.values()), {}))
     monkeypatch.setattr(registry, "describe", lambda name: specs[name])
     monkeypatch.setattr(registry, "probe", lambda spec: Probe(devices=(DeviceSpec("cpu"),)))
-    asked = SearchSpace(
+    borrowing_space = SearchSpace(
         task="text-classification", device=None, backends=["runner"], half_exports=False, calibrated=False
     )
-    (export,) = asked.exports()
+    (export,) = borrowing_space.exports()
     assert export.backend == "vendor"
-    assert [str(one) for one in asked.candidates(export, "float32")] == ["runner: vendor_graph float32"]
-    assert not asked.optimizations(export, "float32")
+    assert [str(item) for item in borrowing_space.candidates(export, "float32")] == ["runner: vendor_graph float32"]
+    assert not borrowing_space.optimizations(export, "float32")
 
 
 def test_skipped_candidates_have_a_reason(space: SearchSpace) -> None:
@@ -144,14 +144,14 @@ def test_backend_options_are_tried_on_their_devices(space: SearchSpace, monkeypa
     monkeypatch.setattr(registry, "describe", lambda name: vendor)
     (candidate,) = space.candidates(space.exports()[0], "float32")
     varied = space.variations(candidate, dtype="float32", lengths=[32], masked=False)
-    (tried,) = [one for one in varied if one.provider_options]
+    (tried,) = [variation for variation in varied if variation.provider_options]
     assert tried.provider_options == {"quantization": "odd"}
     assert str(tried) == "vendor: vendor_graph float32 (quantization odd)"
     assert not any(
-        one.provider_options != tried.provider_options
-        for one in space.variations(tried, dtype="float32", lengths=[32], masked=False)
+        variation.provider_options != tried.provider_options
+        for variation in space.variations(tried, dtype="float32", lengths=[32], masked=False)
     )
-    fewer = next(one for one in varied if one.options.threads == 1)
+    fewer = next(variation for variation in varied if variation.options.threads == 1)
     assert combined([fewer, tried]).provider_options == tried.provider_options
     assert combined([fewer, tried]).options == fewer.options
 
@@ -192,11 +192,11 @@ def test_options_without_effect_are_not_tried(space: SearchSpace, monkeypatch: p
     (candidate,) = space.candidates(space.exports()[0], "bfloat16")
 
     def options(**how: Any) -> list[SessionOptions]:
-        found = space.variations(candidate, dtype="bfloat16", masked=True, **how)
-        return [c.options for c in found if c.options.compute_dtype is None]
+        variations = space.variations(candidate, dtype="bfloat16", masked=True, **how)
+        return [c.options for c in variations if c.options.compute_dtype is None]
 
     assert options(lengths=[16, 16], threads=1) == [], "one length, and the one thread is used anyway"
-    assert "all calls have the same length" in {one.name: one.reason for one in space.skipped}["vendor: buckets"]
+    assert "all calls have the same length" in {skip.name: skip.reason for skip in space.skipped}["vendor: buckets"]
     assert options(lengths=[8, 16]) == [SessionOptions(buckets=(8, 16)), SessionOptions(threads=1)]
     monkeypatch.setattr("accel.tuning.candidates.available_processors", lambda: 1)
     assert options(lengths=[16]) == []
@@ -227,4 +227,4 @@ def test_simpler_candidates_come_first() -> None:
         candidate(int8, threads=1),
     ]
     backwards = ordered[::-1]
-    assert sorted(backwards, key=lambda one: one.complexity) == ordered
+    assert sorted(backwards, key=lambda tried: tried.complexity) == ordered

@@ -68,14 +68,14 @@ def test_sample_inputs_are_equal_at_every_export(tmp_path: Path) -> None:
     random numbers while it is loaded.
     """
     model = resolve(save_sound_model(tmp_path / "model"), task="ctc")
-    asked = []
+    samples = []
     for seed in (5, 6):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
         source = load_source(model, task="ctc", config=ExportConfig(), hub=HubOptions())
-        asked.append(source.example["input_values"])
+        samples.append(source.example["input_values"])
         assert torch.equal(torch.get_rng_state(), before), "the caller's generator is not touched"
-    assert torch.equal(*asked)
+    assert torch.equal(*samples)
 
 
 def test_image_positions_do_not_limit_text_length() -> None:
@@ -175,7 +175,7 @@ def test_sliding_window_cache_has_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "encoder", "reads", "said"),
+    ("task", "encoder", "reads", "message"),
     [
         (
             "text2text-generation",
@@ -198,13 +198,13 @@ def test_sliding_window_cache_has_keys_and_values() -> None:
         ),
     ],
 )
-def test_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, said: str) -> None:
+def test_part_of_a_model_is_refused(task: str, encoder: bool, reads: str, message: str) -> None:
     model: Any = torch.nn.Identity()
     model.config = SimpleNamespace(is_encoder_decoder=encoder)
     source = Source(
         model=model, task=task, folder=None, origin=Origin(id="x"), example={reads: torch.ones(2, 5)}, axes={}
     )
-    with pytest.raises(ExportError, match=said):
+    with pytest.raises(ExportError, match=message):
         split(source)
     assert replace(source, task="text-classification") in split(replace(source, task="text-classification"))
 
@@ -230,9 +230,9 @@ def test_outputs_at_padding_are_not_compared() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     specs = [TensorSpec("logits", "float32", ("batch", "sequence", 4)), TensorSpec("pooled", "float32", ("batch", 3))]
     values = {"logits": torch.randn(2, 3, 4), "pooled": torch.randn(2, 3)}
-    kept = _without_padding(values, specs, {"attention_mask": mask})
-    assert torch.equal(kept["logits"], values["logits"][[0, 0, 1], [0, 1, 0]])
-    assert kept["pooled"] is values["pooled"]
+    unpadded = _without_padding(values, specs, {"attention_mask": mask})
+    assert torch.equal(unpadded["logits"], values["logits"][[0, 0, 1], [0, 1, 0]])
+    assert unpadded["pooled"] is values["pooled"]
     assert _without_padding(values, specs, {}) == values
 
 
@@ -292,18 +292,22 @@ def test_graph_error_up_to_pytorchs_own_error_is_accepted() -> None:
     model = _MuchOfLittle()
     x = torch.linspace(-1, 1, 40)[None]
     case = Case({"batch": 1}, {"x": x}, model(x))
-    own = float((case.expected["logits"] - x).abs().max())
-    assert 1e-4 < own < 1e-3
-    found = compare_with_model(
-        {"model": _answers(logits=case.expected["logits"] + 2 * own)}, {"model": [case]}, None, "float32", model
+    rounding_error = float((case.expected["logits"] - x).abs().max())
+    assert 1e-4 < rounding_error < 1e-3
+    comparison = compare_with_model(
+        {"model": _answers(logits=case.expected["logits"] + 2 * rounding_error)},
+        {"model": [case]},
+        None,
+        "float32",
+        model,
     )
-    assert found["own_rounding"] == pytest.approx(own)
-    assert found["tolerance"] == pytest.approx(3 * own)
+    assert comparison["own_rounding"] == pytest.approx(rounding_error)
+    assert comparison["tolerance"] == pytest.approx(3 * rounding_error)
     assert OWN_ROUNDING not in compare_with_model(
         {"model": _answers(**case.expected)}, {"model": [case]}, None, "float32", model
     )
-    far = _answers(logits=case.expected["logits"] + 4 * own)
-    for atol, dtype in ((None, "float32"), (own, "float32")):
+    far = _answers(logits=case.expected["logits"] + 4 * rounding_error)
+    for atol, dtype in ((None, "float32"), (rounding_error, "float32")):
         with pytest.raises(ValidationError, match="'logits'"):
             compare_with_model({"model": far}, {"model": [case]}, atol, dtype, model)
     coarse = _MuchOfLittle(1e6)
@@ -392,17 +396,17 @@ def test_size_division_without_sign_correction(number: str, expected: Any, opera
     assert third is not None
     assert third.inputs[0] is not None
     assert third.inputs[0].name == "of_data", "a number that is no size is divided as before"
-    made, node = [], half
+    op_types, node = [], half
     while node is not None and node.inputs[0] is not None and node.inputs[0].name != "number":
         node = node.inputs[0].producer()
-        made.append(node.op_type if node is not None else "")
-    assert made == operators, "a number of any sign is corrected as before"
-    here = onnx.reference.ReferenceEvaluator(onnx_ir.to_proto(model))
-    there = openvino.compile_model(openvino.Core().read_model(onnx_ir.to_proto(model).SerializeToString()), "CPU")
+        op_types.append(node.op_type if node is not None else "")
+    assert op_types == operators, "a number of any sign is corrected as before"
+    reference = onnx.reference.ReferenceEvaluator(onnx_ir.to_proto(model))
+    compiled = openvino.compile_model(openvino.Core().read_model(onnx_ir.to_proto(model).SerializeToString()), "CPU")
     for a, b in itertools.product(range(1, 6), (1, 4)):
         feeds = {"x": np.zeros((a, b), np.float32), "n": np.array(7)}
-        assert here.run(["half"], feeds) == [expected(a, b)]
-        assert int(there(feeds)["half"]) == expected(a, b)
+        assert reference.run(["half"], feeds) == [expected(a, b)]
+        assert int(compiled(feeds)["half"]) == expected(a, b)
 
 
 PADDED = """
@@ -422,12 +426,12 @@ def test_zero_padding_takes_part_in_max_pooling() -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `onnxruntime` is not installed")
     model = onnx_ir.from_onnx_text(PADDED)
     keep_padding(model)
-    made = onnx_ir.to_proto(model)
-    onnx.checker.check_model(made)
+    proto = onnx_ir.to_proto(model)
+    onnx.checker.check_model(proto)
     feeds = {"x": -1 - np.random.default_rng(0).random((1, 2, 8, 9), np.float32)}
-    (expected,) = onnx.reference.ReferenceEvaluator(made).run(None, feeds)
+    (expected,) = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
     assert (expected == 0).any()
-    session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
 
 

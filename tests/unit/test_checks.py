@@ -31,7 +31,7 @@ def both_ways(check: InputValueCheck, mask: torch.Tensor) -> list[str]:
 
 
 def errors(check: InputValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[str]:
-    found = []
+    messages = []
     calls: list[Callable[[], None]] = [
         lambda: check(feeds),
         lambda: check.arrays([tensor.numpy() for tensor in feeds.values()]),
@@ -40,8 +40,8 @@ def errors(check: InputValueCheck, feeds: Mapping[str, torch.Tensor]) -> list[st
         try:
             call()
         except InputError as error:
-            found.append(error.message)
-    return found
+            messages.append(error.message)
+    return messages
 
 
 @pytest.mark.parametrize("length", [4, 40], ids=["few", "many"])
@@ -64,9 +64,9 @@ def test_masks_of_any_dtype(length: int, dtype: torch.dtype) -> None:
 def test_other_values_in_masks_are_refused(length: int, value: int) -> None:
     mask = torch.ones(2, length, dtype=torch.int64)
     mask[1, 1] = value
-    found = both_ways(InputValueCheck([spec()]), mask)
-    assert len(found) == 2
-    assert all(f"contains the value {value}, but the model allows only 0 to 1" in message for message in found)
+    messages = both_ways(InputValueCheck([spec()]), mask)
+    assert len(messages) == 2
+    assert all(f"contains the value {value}, but the model allows only 0 to 1" in message for message in messages)
 
 
 def test_mask_with_global_attention() -> None:
@@ -157,19 +157,21 @@ def test_integers_out_of_range_are_refused(value: int) -> None:
 def test_each_row_must_contain_the_required_token(order: tuple[str, str]) -> None:
     ids = torch.tensor([[5, 2, 2, 6], [5, 7, 2, 1], [5, 7, 8, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]])
-    given = {"input_ids": ids, "attention_mask": mask}
+    feeds = {"input_ids": ids, "attention_mask": mask}
 
-    def found(*, equal_counts: bool, rows: int) -> list[str]:
+    def messages_for(*, equal_counts: bool, rows: int) -> list[str]:
         specs = {"input_ids": TensorSpec("input_ids", "int64", AXES, required=2, equal_counts=equal_counts)}
         specs["attention_mask"] = TensorSpec("attention_mask", "int64", AXES, role="mask")
         check = InputValueCheck([specs[name] for name in order])
-        return errors(check, {name: given[name][:rows] for name in order})
+        return errors(check, {name: feeds[name][:rows] for name in order})
 
-    assert found(equal_counts=False, rows=2) == []
+    assert messages_for(equal_counts=False, rows=2) == []
     # In the last row, the attention mask hides the required token.
-    assert [message[:45] for message in found(equal_counts=False, rows=3)] == [
+    assert [message[:45] for message in messages_for(equal_counts=False, rows=3)] == [
         "Row 2 of the input 'input_ids' does not conta"
     ] * 2
-    assert found(equal_counts=True, rows=1) == []
-    assert all("contain the token 2 between 1 and 2 times" in message for message in found(equal_counts=True, rows=2))
-    assert len(found(equal_counts=True, rows=2)) == 2
+    assert messages_for(equal_counts=True, rows=1) == []
+    assert all(
+        "contain the token 2 between 1 and 2 times" in message for message in messages_for(equal_counts=True, rows=2)
+    )
+    assert len(messages_for(equal_counts=True, rows=2)) == 2

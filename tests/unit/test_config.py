@@ -70,9 +70,9 @@ def test_any_sequence_is_accepted() -> None:
 
 
 def test_every_error_is_documented_and_pickled() -> None:
-    found = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, AccelError)]
-    assert len(found) > 15
-    for error in found:
+    error_types = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, AccelError)]
+    assert len(error_types) > 15
+    for error in error_types:
         copy = pickle.loads(pickle.dumps(error("what happened", fix="do this")))
         assert type(copy) is error
         assert str(copy) == "what happened\nFix: do this"

@@ -112,19 +112,19 @@ def test_visible_devices(value: str | None, expected: list[int]) -> None:
 # The tests below check which backend is selected.
 
 
-def select(probe: Probe, **asked: Any) -> Selection:
+def select(probe: Probe, **requirements: Any) -> Selection:
     probes = {"cpu": Probe(devices=(DeviceSpec("cpu"),)), "cuda": probe}
     inventory = registry.Inventory(
         specs=(registry.describe("cpu"), SPEC), probe=lambda spec: probes[spec.name], missing=lambda spec: None
     )
-    named = inventory.spec(asked.pop("backend")) if "backend" in asked else None
-    question = {"format": "onnx", "task": "text-classification", "dtype": "float32", **asked}
+    named = inventory.spec(requirements.pop("backend")) if "backend" in requirements else None
+    question = {"format": "onnx", "task": "text-classification", "dtype": "float32", **requirements}
     return select_backend(SelectionRequest(**question), inventory, named)
 
 
 def test_gpu_is_preferred_to_cpu() -> None:
-    assert (found := select(verdict())).backend == "cuda"
-    assert found.device == GPU
+    assert (selection := select(verdict())).backend == "cuda"
+    assert selection.device == GPU
 
 
 def test_cpu_is_selected_without_gpu() -> None:
@@ -132,9 +132,9 @@ def test_cpu_is_selected_without_gpu() -> None:
 
 
 def test_named_cuda_backend_without_gpu_selects_nothing() -> None:
-    found = select(verdict(driver=None, gpus=()), backend="cuda")
-    assert found.backend is None
-    assert "there is no NVIDIA driver (install the NVIDIA driver" in str(found)
+    selection = select(verdict(driver=None, gpus=()), backend="cuda")
+    assert selection.backend is None
+    assert "there is no NVIDIA driver (install the NVIDIA driver" in str(selection)
 
 
 def test_onnx_is_optimized_by_cpu_backend_by_default() -> None:
@@ -153,13 +153,13 @@ def test_default_options() -> None:
 
 
 def test_onnx_runtime_options_are_passed_on() -> None:
-    given = {
+    provider_options = {
         "gpu_mem_limit": 1 << 30,
         "arena_extend_strategy": "kSameAsRequested",
         "use_tf32": True,
         "prefer_nhwc": True,
     }
-    options = read_options({**given, "device_id": "1"}, DeviceSpec("cuda", 1))
+    options = read_options({**provider_options, "device_id": "1"}, DeviceSpec("cuda", 1))
     assert options.tf32
     assert options.provider == {
         "gpu_mem_limit": "1073741824",
@@ -171,7 +171,7 @@ def test_onnx_runtime_options_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"gpu_mem_limt": 1}, "Did you mean 'gpu_mem_limit'"),
         ({"device_id": 1}, "contradicts the device cuda:0"),
@@ -183,9 +183,9 @@ def test_onnx_runtime_options_are_passed_on() -> None:
         ({"use_tf32": "perhaps"}, "True or False"),
     ],
 )
-def test_invalid_options_are_named(given: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read_options(given, GPU)
+        read_options(options, GPU)
     assert says in str(raised.value)
 
 
@@ -209,7 +209,7 @@ def test_form_for_a_mask(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_form_for_every_small_mask() -> None:
-    seen = set()
+    forms = set()
     for number in range(2**8):
         mask = torch.tensor([(number >> i) & 1 for i in range(8)]).view(2, 4)
         rows = ["".join(map(str, row)) for row in mask.tolist()]
@@ -217,8 +217,8 @@ def test_form_for_every_small_mask() -> None:
         if all(row in ("1000", "1100", "1110", "1111") for row in rows):
             expected = "full" if rows == ["1111", "1111"] else "lengths"
         assert held_by(mask).form == expected, rows
-        seen.add(expected)
-    assert seen == {"full", "lengths", "general"}
+        forms.add(expected)
+    assert forms == {"full", "lengths", "general"}
 
 
 def test_nonzero_mask_values_keep_a_token() -> None:
@@ -229,7 +229,7 @@ def test_nonzero_mask_values_keep_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "shape", "packs", "short", "expected"),
+    ("content", "shape", "packs", "short", "expected"),
     [
         (MaskContent("lengths", 4000), (16, 384), True, True, MaskPlan("packed", 4224)),
         (MaskContent("lengths", 4000), (16, 384), False, True, MaskPlan("lengths")),
@@ -244,9 +244,9 @@ def test_nonzero_mask_values_keep_a_token() -> None:
     ],
 )
 def test_fastest_plan_for_a_mask(
-    held: MaskContent, shape: tuple[int, int], packs: bool, short: bool, expected: MaskPlan
+    content: MaskContent, shape: tuple[int, int], packs: bool, short: bool, expected: MaskPlan
 ) -> None:
-    assert plan_for(held, shape, packs=packs, short=short) == expected
+    assert plan_for(content, shape, packs=packs, short=short) == expected
 
 
 def test_number_of_packed_row_sizes_is_small() -> None:
@@ -261,13 +261,13 @@ def test_packing_indices() -> None:
     packing = Packing((3, 4), 8, torch.device("cpu"))
     for _ in range(2):
         packing.fill(mask)
-    found = {name: tensor.tolist() for name, tensor in packing.inputs.items()}
-    assert found[STARTS] == [0, 3, 4, 6]
-    assert found[FIRST] == [0, 3, 4]
-    assert found[INDEX][:6] == [0, 1, 2, 4, 8, 9]
+    indices = {name: tensor.tolist() for name, tensor in packing.inputs.items()}
+    assert indices[STARTS] == [0, 3, 4, 6]
+    assert indices[FIRST] == [0, 3, 4]
+    assert indices[INDEX][:6] == [0, 1, 2, 4, 8, 9]
     offsets = packing.inputs[OFFSETS].flatten().tolist()
     assert sorted(offsets) == list(range(12))
-    assert offsets[:8] == found[INDEX]
-    positions = torch.tensor(found[POSITIONS])
+    assert offsets[:8] == indices[INDEX]
+    positions = torch.tensor(indices[POSITIONS])
     assert positions[mask.bool()].tolist() == list(range(6))
     assert positions.max() < 8

@@ -22,24 +22,24 @@ HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
 
 
 def measured(name: str, rounds: list[float]) -> MeasuredVariant:
-    one = MeasuredVariant(Variant(name=name, path=Path(), task="text-classification"))
-    one.blocks["1x8"] = [CallBlock((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
-    return one
+    variant = MeasuredVariant(Variant(name=name, path=Path(), task="text-classification"))
+    variant.blocks["1x8"] = [CallBlock((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
+    return variant
 
 
-def benchmark(baseline: list[float], other: list[float], found: Disturbance | None = None) -> Benchmark:
+def benchmark(baseline: list[float], other: list[float], measured_disturbance: Disturbance | None = None) -> Benchmark:
     base, fast = measured("PyTorch", baseline), measured("fast", other)
     results: tuple[VariantResult, ...] = (result(base, base, [WORK]), result(fast, base, [WORK]))
     return Benchmark(
         task="text-classification", baseline="PyTorch", machine={}, settings={"threads": 2}, variants=results, seconds=1.0,
-        disturbance=found or disturbance({"1x8": results[0].cells[0].round_ms}),
+        disturbance=measured_disturbance or disturbance({"1x8": results[0].cells[0].round_ms}),
     )  # fmt: skip
 
 
 def test_undisturbed_machine_has_no_signs() -> None:
-    found = disturbance({"1x8": QUIET}, load_average=0.4, processors=2, steal=0.01)
-    assert (found.signs, found.disturbed) == ((), False)
-    assert found.spread == pytest.approx(1.04, abs=0.01)
+    verdict = disturbance({"1x8": QUIET}, load_average=0.4, processors=2, steal=0.01)
+    assert (verdict.signs, verdict.disturbed) == ((), False)
+    assert verdict.spread == pytest.approx(1.04, abs=0.01)
 
 
 def test_each_sign_is_reported() -> None:
@@ -56,16 +56,16 @@ def test_load_and_steal_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_processor_time", lambda: next(ticks))
     monkeypatch.setattr(os, "getloadavg", lambda: (7.0, 0.0, 0.0), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    found = MachineWatch().judge({"1x8": QUIET})
-    assert (found.load_average, found.steal, len(found.signs)) == (7.0, 0.5, 2)
+    verdict = MachineWatch().judge({"1x8": QUIET})
+    assert (verdict.load_average, verdict.steal, len(verdict.signs)) == (7.0, 0.5, 2)
 
 
 def test_rounds_are_judged_without_load_average_and_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "getloadavg", raising=False)
     monkeypatch.setattr(module, "_processor_time", lambda: None)
-    found = MachineWatch().judge({"1x8": HIT})
-    assert (found.load_average, found.steal) == (None, None)
-    assert found.disturbed
+    verdict = MachineWatch().judge({"1x8": HIT})
+    assert (verdict.load_average, verdict.steal) == (None, None)
+    assert verdict.disturbed
 
 
 def test_disturbance_is_reported_in_table_page_and_json() -> None:

@@ -42,10 +42,10 @@ def test_numeric_predictions_have_no_agreement() -> None:
     assert predictor.agreement([np.float32(0.5)], [np.float32(0.5)]) is None
 
 
-def labelled_by(model: Any, found: list[str]) -> list[str]:
+def labelled_by(model: Any, sentences: list[str]) -> list[str]:
     """Return the model's own predictions as labels, so that the accuracy is known."""
     tokenizer, labels = tiny_tokenizer(), []
-    for text in found:
+    for text in sentences:
         with torch.inference_mode():
             logits = model(**tokenizer(text, return_tensors="pt")).logits
         labels.append(model.config.id2label[int(logits.argmax())])
@@ -54,12 +54,12 @@ def labelled_by(model: Any, found: list[str]) -> list[str]:
 
 class TestMetrics:
     truth = (0, 1, 2, 2, 1, 0, 2, 1, 0, 0)
-    found = (0, 1, 2, 1, 1, 0, 0, 1, 2, 0)
+    predicted = (0, 1, 2, 1, 1, 0, 0, 1, 2, 0)
 
     @pytest.mark.parametrize("classes", [2, 3])
     @pytest.mark.parametrize("name", list(ClassPredictor.metrics(3)))
     def test_class_metrics_equal_scikit_learns(self, name: str, classes: int) -> None:
-        predictions, truth = ([min(one, classes - 1) for one in some] for some in (self.found, self.truth))
+        predictions, truth = ([min(number, classes - 1) for number in some] for some in (self.predicted, self.truth))
         metric = metric_for(name, ClassPredictor, classes=classes)
         which, _, average = name.partition("_")
         if which in ("accuracy", "matthews"):
@@ -73,11 +73,11 @@ class TestMetrics:
         assert metric.compute(predictions, truth) == {metric.key: pytest.approx(expected, abs=1e-12)}
 
     def test_correlations(self) -> None:
-        scores, found = [0.0, 1.0, 2.0, 3.0, 4.0], [0.1, 0.4, 0.2, 0.8, 0.9]
+        scores, predictions = [0.0, 1.0, 2.0, 3.0, 4.0], [0.1, 0.4, 0.2, 0.8, 0.9]
         pearson = metric_for("pearson", SimilarityPredictor)
-        expected = stats.pearsonr(found, scores)[0]
-        assert pearson.compute(found, scores)["pearsonr"] == pytest.approx(expected)
-        assert metric_for(None, SimilarityPredictor).compute(found, scores)["spearmanr"] == pytest.approx(0.9)
+        expected = stats.pearsonr(predictions, scores)[0]
+        assert pearson.compute(predictions, scores)["pearsonr"] == pytest.approx(expected)
+        assert metric_for(None, SimilarityPredictor).compute(predictions, scores)["spearmanr"] == pytest.approx(0.9)
 
     @pytest.mark.parametrize(
         ("tags", "spans"),
@@ -174,15 +174,15 @@ class TestIntervals:
             spread = np.sqrt(rows * (2 * share + difference * (1 - difference)))
             return float((second_only - first_only - rows * difference) / spread)
 
-        found = paired_proportions(first_only, second_only, rows)
-        assert score(found.low) == pytest.approx(1.959964, abs=1e-4)
-        assert score(found.high) == pytest.approx(-1.959964, abs=1e-4)
+        interval = paired_proportions(first_only, second_only, rows)
+        assert score(interval.low) == pytest.approx(1.959964, abs=1e-4)
+        assert score(interval.high) == pytest.approx(-1.959964, abs=1e-4)
 
     def test_interval_without_discordant_rows_has_a_width(self) -> None:
-        found = paired_proportions(0, 0, 100)
-        assert found.low == pytest.approx(-found.high)
-        assert found.high == pytest.approx(1.96**2 / (100 + 1.96**2), abs=1e-3)
-        assert found.p_value == 1.0
+        interval = paired_proportions(0, 0, 100)
+        assert interval.low == pytest.approx(-interval.high)
+        assert interval.high == pytest.approx(1.96**2 / (100 + 1.96**2), abs=1e-3)
+        assert interval.p_value == 1.0
 
     def test_interval_coverage(self) -> None:
         generator = np.random.default_rng(0)
@@ -190,8 +190,8 @@ class TestIntervals:
         inside = 0
         for _ in range(400):
             _, first_only, second_only = generator.multinomial(rows, probabilities)
-            found = paired_proportions(int(first_only), int(second_only), rows)
-            inside += found.low <= 0.015 - 0.035 <= found.high
+            interval = paired_proportions(int(first_only), int(second_only), rows)
+            inside += interval.low <= 0.015 - 0.035 <= interval.high
         # With 400 draws, the measured coverage of a 95 % interval is within three standard errors (0.033) of 0.95.
         assert inside / 400 == pytest.approx(0.95, abs=0.033)
 
@@ -214,9 +214,9 @@ class TestIntervals:
 
     def test_bootstrap_is_paired(self) -> None:
         truth = [0, 1] * 50
-        found = [0, 1, 1, 0] * 25
+        predictions = [0, 1, 1, 0] * 25
         metric = metric_for("f1", ClassPredictor, classes=2)
-        same = difference_interval(metric, found, found, truth)
+        same = difference_interval(metric, predictions, predictions, truth)
         assert (same.low, same.high) == (0.0, 0.0)
 
     def test_many_classes_need_little_memory(self) -> None:
@@ -226,29 +226,29 @@ class TestIntervals:
         assert metric.sums is not None
         # A dense confusion matrix would need 120 MB.
         assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
-        found = bootstrap(metric, list(truth), list((truth + 1) % 1000), list(truth), resamples=50)
-        assert (found.low, found.high) == (-1.0, -1.0)
+        interval = bootstrap(metric, list(truth), list((truth + 1) % 1000), list(truth), resamples=50)
+        assert (interval.low, interval.high) == (-1.0, -1.0)
 
     def test_bootstrap_of_a_metric_without_sums(self) -> None:
         generator = np.random.default_rng(2)
         truth = generator.normal(size=80)
         first, second = truth + 0.1 * generator.normal(size=80), truth + generator.normal(size=80)
         metric = metric_for("spearmanr", SimilarityPredictor)
-        found = bootstrap(metric, list(first), list(second), list(truth), resamples=200)
-        assert -1 < found.low < found.high < 0
+        interval = bootstrap(metric, list(first), list(second), list(truth), resamples=200)
+        assert -1 < interval.low < interval.high < 0
 
 
 class TestEvaluate:
     @pytest.fixture(scope="class")
     @classmethod
     def rows(cls) -> list[dict[str, Any]]:
-        found = texts(60)
-        labels = labelled_by(tiny_model("bert"), found)
+        sentences = texts(60)
+        labels = labelled_by(tiny_model("bert"), sentences)
         # Every fifth label is wrong on purpose, so the expected accuracy is 0.8.
         other = {"LABEL_0": "LABEL_1", "LABEL_1": "LABEL_2", "LABEL_2": "LABEL_0"}
         return [
             {"text": text, "label": other[label] if i % 5 == 0 else label}
-            for i, (text, label) in enumerate(zip(found, labels, strict=True))
+            for i, (text, label) in enumerate(zip(sentences, labels, strict=True))
         ]
 
     def test_known_accuracy(self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]) -> None:
@@ -259,28 +259,28 @@ class TestEvaluate:
     def test_order_and_batch_size_do_not_matter(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
-        one, many = (accel.evaluate(tiny_artifact(), rows, batch_size=size).predictions for size in (1, 32))
-        assert one == many
+        single, many = (accel.evaluate(tiny_artifact(), rows, batch_size=size).predictions for size in (1, 32))
+        assert single == many
 
     def test_compares_with_the_original_on_the_same_rows(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
-        found = accel.evaluate(tiny_artifact(), rows, against=True).comparison
-        assert found is not None
-        assert (found.value, found.difference, found.agreement) == (0.8, 0.0, 1.0)
-        assert found.interval.low < 0 < found.interval.high
+        comparison = accel.evaluate(tiny_artifact(), rows, against=True).comparison
+        assert comparison is not None
+        assert (comparison.value, comparison.difference, comparison.agreement) == (0.8, 0.0, 1.0)
+        assert comparison.interval.low < 0 < comparison.interval.high
 
     def test_comparison_detects_another_model(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
         other = tiny_model("bert", seed=1)
-        found = accel.evaluate(tiny_artifact(), rows, against=other).comparison
-        assert found is not None
-        assert found.difference == pytest.approx(0.8 - found.value)
-        assert found.agreement is not None
-        assert found.agreement < 0.8
-        assert found.interval.p_value is not None
-        assert found.interval.p_value < 0.05
+        comparison = accel.evaluate(tiny_artifact(), rows, against=other).comparison
+        assert comparison is not None
+        assert comparison.difference == pytest.approx(0.8 - comparison.value)
+        assert comparison.agreement is not None
+        assert comparison.agreement < 0.8
+        assert comparison.interval.p_value is not None
+        assert comparison.interval.p_value < 0.05
 
     def test_pytorch_model_is_evaluated(self, rows: list[dict[str, Any]]) -> None:
         result = accel.evaluate(tiny_model("bert"), rows, processor=tiny_tokenizer())
@@ -302,13 +302,13 @@ class TestEvaluate:
     def test_comparison_has_the_fields_of_a_budget(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]]
     ) -> None:
-        found = accel.evaluate(tiny_artifact(), rows, against=True)
-        compared = found.comparison
+        evaluation = accel.evaluate(tiny_artifact(), rows, against=True)
+        compared = evaluation.comparison
         assert compared is not None
-        assert (compared.own, compared.rows) == (found.value, found.rows)
+        assert (compared.own, compared.rows) == (evaluation.value, evaluation.rows)
         assert compared.excess(compared.drop - 0.25) == pytest.approx(0.25)
         assert compared.excess(compared.drop) == 0.0
-        assert set(found.to_dict()["comparison"]) == {
+        assert set(evaluation.to_dict()["comparison"]) == {
             "against", "value", "difference", "interval", "drop", "drop_interval", "agreement",
         }  # fmt: skip
 
@@ -371,9 +371,9 @@ class TestOtherTasks:
     def test_question_answering(self, tiny_artifact: Callable[..., Artifact]) -> None:
         artifact = tiny_artifact("bert", "question-answering")
         contexts = texts(6, seed=5)
-        asked = [{"question": "where is my card", "context": context} for context in contexts]
-        answers = [found["answer"] for found in accel.pipeline(model=artifact.path)(asked)]
-        rows = [{**row, "answers": {"text": [answer]}} for row, answer in zip(asked, answers, strict=True)]
+        questions = [{"question": "where is my card", "context": context} for context in contexts]
+        answers = [prediction["answer"] for prediction in accel.pipeline(model=artifact.path)(questions)]
+        rows = [{**row, "answers": {"text": [answer]}} for row, answer in zip(questions, answers, strict=True)]
         result = accel.evaluate(artifact, rows, against=True)
         assert result.scores == {"exact_match": 100.0, "f1": 100.0}
         assert result.comparison is not None

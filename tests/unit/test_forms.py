@@ -100,8 +100,8 @@ class _OffAtFixedShapes:
         return getattr(self._session, name)
 
     def run(self, feeds: Any, *, outputs: Sequence[str] | None = None, state: Any = None) -> dict[str, torch.Tensor]:
-        found = self._session.run(feeds, outputs=outputs, state=state)
-        return {name: tensor + 1 for name, tensor in found.items()}
+        results = self._session.run(feeds, outputs=outputs, state=state)
+        return {name: tensor + 1 for name, tensor in results.items()}
 
 
 def test_wrong_bucket_is_not_used(
@@ -142,8 +142,8 @@ def test_wrong_padding_multiples_are_not_used(
     right = session._plain.run
 
     def run(feeds: dict[str, torch.Tensor], **rest: Any) -> dict[str, torch.Tensor]:
-        found = right(feeds, **rest)
-        return {n: t + 0.5 for n, t in found.items()} if feeds["input_ids"].shape[1] % 8 == 0 else found
+        outputs = right(feeds, **rest)
+        return {n: t + 0.5 for n, t in outputs.items()} if feeds["input_ids"].shape[1] % 8 == 0 else outputs
 
     monkeypatch.setattr(session._plain, "run", run)
     feeds = {spec.name: torch.ones(2, 5, dtype=torch.int64) for spec in artifact.components[0].inputs}
@@ -157,9 +157,9 @@ def test_validate_lists_every_form(artifact: Artifact, monkeypatch: pytest.Monke
         return open_plan(plan.with_options(SessionOptions(buckets=(8, 16))))
 
     monkeypatch.setattr("accel.stages.validate.open_plan", with_buckets)
-    found = accel.validate(artifact)
-    assert found.passed
-    assert [(form.form, form.passed) for form in found.forms] == [
+    report = accel.validate(artifact)
+    assert report.passed
+    assert [(form.form, form.passed) for form in report.forms] == [
         (f"bucket of {size}{side}", True) for size in (8, 16) for side in ("", ", padding in front")
     ]
 

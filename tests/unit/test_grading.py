@@ -61,7 +61,7 @@ class FakeBuilder:
         self.asked.append(args)
         return scored(0.94, 1, drop=1.0)
 
-    def files(self, made: Any) -> None: ...
+    def files(self, artifact: Any) -> None: ...
 
 
 class NoStore:
@@ -82,10 +82,10 @@ def test_accuracy_is_measured_with_batch_and_options_of_the_workload() -> None:
     grader.begin()
     recipe = Recipe(stage="quantize", backend="cpu", format="onnx", setting="dynamic-int8")
     candidate = Candidate(recipe=recipe, backend="cpu", device="cpu", options=SessionOptions(buckets=(8, 16)))
-    made = cast(
+    built = cast(
         Any, type("BuiltArtifact", (), {"path": Path(), "recipe": recipe, "facts": type("Facts", (), {"digest": "a"})})
     )
-    tried = TriedCandidate(candidate, made)
+    tried = TriedCandidate(candidate, built)
     grader.grade(tried)
     (_, _, data, _), (_, variant, _, _, sizes) = builder.asked
     assert data.batch_size == 4
@@ -107,10 +107,10 @@ def test_largest_drop_of_several_batch_sizes_counts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(jobs.ORTModel, "from_plan", lambda plan: model)
     monkeypatch.setattr(jobs, "_scored", lambda model, data, *args: answers[data.batch_size])
     variant = Variant(name="one", path=Path(), task="text-classification")
-    found = jobs.accuracy(variant, DATA, None, (1, 4, 8))
-    assert (found.batch_size, found.scored.value, found.scored.seconds) == (4, 0.92, 6.0)
-    assert found.by_batch == {"1": 0.94, "4": 0.92, "8": 0.93}
-    assert build(Accuracy, json.loads(json.dumps(asdict(found))), "A saved accuracy result") == found
+    accuracy = jobs.accuracy(variant, DATA, None, (1, 4, 8))
+    assert (accuracy.batch_size, accuracy.scored.value, accuracy.scored.seconds) == (4, 0.92, 6.0)
+    assert accuracy.by_batch == {"1": 0.94, "4": 0.92, "8": 0.93}
+    assert build(Accuracy, json.loads(json.dumps(asdict(accuracy))), "A saved accuracy result") == accuracy
 
 
 def test_rows_keep_their_order_if_by_length_is_false() -> None:

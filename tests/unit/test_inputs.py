@@ -21,8 +21,8 @@ IDS = {"input_ids": torch.tensor([[5, 6, 7]])}
 BERT = transformers.BertConfig()
 
 
-def inputs(*, names: frozenset[str] = NAMES, own: tuple[str, ...] = (), config: Any = BERT) -> Inputs:
-    return Inputs(names, frozenset(), frozenset(own), config)
+def inputs(*, names: frozenset[str] = NAMES, model_inputs: tuple[str, ...] = (), config: Any = BERT) -> Inputs:
+    return Inputs(names, frozenset(), frozenset(model_inputs), config)
 
 
 def test_calls_and_calibration_use_the_same_defaults() -> None:
@@ -42,7 +42,7 @@ def test_no_defaults_without_any_input() -> None:
 
 def test_inputs_that_the_model_computes_have_no_default() -> None:
     with pytest.raises(InputError, match="token_type_ids is missing. A bert model"):
-        inputs(own=("token_type_ids",)).read(IDS)
+        inputs(model_inputs=("token_type_ids",)).read(IDS)
     assert "token_type_ids" not in with_defaults(IDS, NAMES, ("token_type_ids",))
     with pytest.raises(InputError, match="token_type_ids"):
         for_graph(IDS, [SimpleNamespace(name="token_type_ids")], ("token_type_ids",))  # type: ignore[list-item]
@@ -60,4 +60,4 @@ def test_zero_token_types_are_refused_if_the_model_computes_others() -> None:
     zeros = {**IDS, "token_type_ids": torch.zeros(1, 3, dtype=torch.int64)}
     assert inputs(names=graph).read(zeros)[0].keys() == {"input_ids"}
     with pytest.raises(InputError, match="exported without this input"):
-        inputs(names=graph, own=("token_type_ids",)).read(zeros)
+        inputs(names=graph, model_inputs=("token_type_ids",)).read(zeros)

@@ -30,14 +30,14 @@ def measured(ms: float) -> VariantResult:
     return VariantResult(name="one", cells=(cell,))
 
 
-def beside(result: VariantResult, anchor: VariantResult, search: str = "") -> Measurement:
+def measurement_of(result: VariantResult, anchor: VariantResult, search: str = "") -> Measurement:
     return Measurement(result=result, anchor=anchor, search=search)
 
 
 def screened(name: str, search: str, *, ms: float, pytorch_ms: float) -> TriedCandidate:
     recipe = Recipe(stage="export", backend=name, format="onnx", setting="float32")
     candidate = Candidate(recipe=recipe, backend=name, device="cpu")
-    return TriedCandidate(candidate, cast(Any, None), screen=beside(measured(ms), measured(pytorch_ms), search))
+    return TriedCandidate(candidate, cast(Any, None), screen=measurement_of(measured(ms), measured(pytorch_ms), search))
 
 
 def test_earlier_results_use_the_baseline_of_their_search() -> None:
@@ -51,10 +51,10 @@ def test_earlier_results_use_the_baseline_of_their_search() -> None:
         "last": screened("last", "second", ms=8.0, pytorch_ms=4.0),
     }
     judge.tried.update(tried)
-    assert {name: judge.speed(one) for name, one in tried.items()} == pytest.approx(
+    assert {name: judge.speed(candidate) for name, candidate in tried.items()} == pytest.approx(
         {"before": 2.0, "after": 4.0, "last": 0.5}
     )
-    assert [one.candidate.backend for one in judge.ranked()] == ["after", "before", "last"]
+    assert [candidate.candidate.backend for candidate in judge.ranked()] == ["after", "before", "last"]
 
 
 def test_candidates_use_the_median_baseline_of_their_search() -> None:
@@ -76,7 +76,7 @@ def test_other_programs_are_detected_by_pytorch_latencies() -> None:
     judge.tried["one"] = screened("one", "first", ms=1.0, pytorch_ms=3.0)
     judge.tried["two"] = screened("two", "first", ms=1.0, pytorch_ms=4.0)
     assert not judge.disturbed()
-    judge.tried["one"].final = beside(measured(1.2), measured(172.0))
+    judge.tried["one"].final = measurement_of(measured(1.2), measured(172.0))
     assert "took 3 ms for 1x8 in one measurement and 172 ms in another" in judge.disturbed()
 
 
@@ -106,20 +106,20 @@ def survivor(recipe: Recipe, times: list[float], anchor: list[float] = PYTORCH, 
     built = BuiltArtifact(
         recipe, Path(), ArtifactFacts(digest="", bytes=1, dtype="float32", limits={}, masked=True, seconds=1.0)
     )
-    measurement = beside(rounds(times), rounds(anchor))
+    measurement = measurement_of(rounds(times), rounds(anchor))
     return TriedCandidate(candidate, built, screen=measurement, final=measurement, accuracy=accuracy)
 
 
 def judged(*group: TriedCandidate, objective: Any = "latency") -> CandidateComparison:
     judge = CandidateComparison(Goal(objective=objective, constraints=Constraints()))
-    judge.tried.update({str(one.candidate): one for one in group})
+    judge.tried.update({str(candidate.candidate): candidate for candidate in group})
     return judge
 
 
 NOISE = [1.02, 0.97, 1.0, 0.98, 1.01, 0.96, 0.99, 0.97, 1.03, 0.98, 0.97, 1.01]
 
 
-def kept(*group: TriedCandidate, objective: Any = "latency") -> tuple[str, dict[str, str]]:
+def winner_and_reasons(*group: TriedCandidate, objective: Any = "latency") -> tuple[str, dict[str, str]]:
     judge = judged(*group, objective=objective)
     winner = judge.best(judge.finals())
     assert winner is not None
@@ -130,19 +130,19 @@ def kept(*group: TriedCandidate, objective: Any = "latency") -> tuple[str, dict[
 @pytest.mark.parametrize("objective", ["latency", "throughput", "cost"])
 def test_run_option_does_not_win_by_noise(objective: Any) -> None:
     plain, buckets = survivor(EXPORT, [1.0] * 12), survivor(EXPORT, NOISE, buckets=(8, 16))
-    name, reasons = kept(plain, buckets, objective=objective)
+    name, reasons = winner_and_reasons(plain, buckets, objective=objective)
     assert name == "cpu: onnx float32"
     assert "but the winner is simpler" in reasons["cpu: onnx float32 (buckets 8,16)"]
 
 
 def test_float_wins_if_int8_is_not_faster() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12, threads=1), survivor(INT8, NOISE)
-    assert kept(int8, plain)[0] == "cpu: onnx float32 (threads 1)"
+    assert winner_and_reasons(int8, plain)[0] == "cpu: onnx float32 (threads 1)"
 
 
 def test_clearly_faster_candidate_wins() -> None:
     plain, int8 = survivor(EXPORT, [1.0] * 12), survivor(INT8, [ms / 1.2 for ms in NOISE], buckets=(8,))
-    name, reasons = kept(plain, int8)
+    name, reasons = winner_and_reasons(plain, int8)
     assert "dynamic-int8" in name
     assert reasons["cpu: onnx float32"].startswith("it meets the constraints, but the winner is 1.2")
 
@@ -150,7 +150,7 @@ def test_clearly_faster_candidate_wins() -> None:
 def test_very_different_candidates_are_not_equal() -> None:
     wild = [0.2, 40.0, 3.0, 0.3, 9.0, 0.1, 5.0, 3.0, 8.0, 0.5, 3.0, 4.0]
     plain, int8 = survivor(EXPORT, wild), survivor(INT8, [1.0] * 12)
-    assert "dynamic-int8" in kept(plain, int8)[0]
+    assert "dynamic-int8" in winner_and_reasons(plain, int8)[0]
 
 
 def test_candidates_of_different_searches_use_their_baselines() -> None:
@@ -160,7 +160,7 @@ def test_candidates_of_different_searches_use_their_baselines() -> None:
     before = survivor(INT8, [10.0 * ms for ms in NOISE], [10 * ms for ms in PYTORCH])
     now = survivor(EXPORT, [1.0] * 12)
     assert judged(before, now).beside(before, now).equal
-    assert kept(before, now)[0] == "cpu: onnx float32"
+    assert winner_and_reasons(before, now)[0] == "cpu: onnx float32"
 
 
 def test_speedup_of_a_measurement_is_the_same_everywhere() -> None:
@@ -171,7 +171,7 @@ def test_speedup_of_a_measurement_is_the_same_everywhere() -> None:
     assert trial.speedup is not None
     assert trial.speed == trial.speedup.value
     assert not trial.speedup.steady
-    plain.final = beside(rounds([1.0] * 12), rounds([16.0] * 12))
+    plain.final = measurement_of(rounds([1.0] * 12), rounds([16.0] * 12))
     again = judge.measured_again(trial, plain)
     assert again.speedup is not None
     assert (again.speed, again.result) == (again.speedup.value, plain.final.result)
@@ -182,7 +182,7 @@ def test_size_ratios_have_exact_intervals() -> None:
     judge = judged(objective="size")
     small = survivor(INT8, [1.0] * 12)
     result = rounds([1.0] * 12)
-    small.final = beside(replace(result, bytes=25), replace(result, bytes=100))
+    small.final = measurement_of(replace(result, bytes=25), replace(result, bytes=100))
     assert str(judge.speedup(small)) == "4.00 (4.00 to 4.00)"
 
 

@@ -47,10 +47,10 @@ def test_samples_equal_torch_multinomial(rows: int, hidden: int) -> None:
     scores = 5 * torch.randn(rows, 70_000)
     scores[:, :hidden] = -torch.inf
     for seed in range(20):
-        one, other = (torch.Generator().manual_seed(seed) for _ in range(2))
-        expected = torch.multinomial(scores.softmax(-1), 1, generator=one).squeeze(1)
+        generator, other = (torch.Generator().manual_seed(seed) for _ in range(2))
+        expected = torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
         assert torch.equal(drawn(scores, other), expected)
-        assert torch.equal(one.get_state(), other.get_state())
+        assert torch.equal(generator.get_state(), other.get_state())
     torch.manual_seed(3)
     expected = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
     torch.manual_seed(3)
@@ -177,8 +177,8 @@ def test_streamed_text_never_changes_later(name: str) -> None:
             break
     assert "".join(ours) == "".join(theirs) == expected
     assert pieces.stopped == (stop is not None and stop in ByteTokenizer().decode(tokens))
-    for found in (ours, theirs):
-        assert all(expected.startswith("".join(found[:n])) for n in range(len(found)))
+    for streamed in (ours, theirs):
+        assert all(expected.startswith("".join(streamed[:n])) for n in range(len(streamed)))
 
 
 def test_first_of_several_stop_texts_ends_the_text() -> None:
@@ -203,10 +203,10 @@ def test_only_one_module_selects_tokens_from_logits() -> None:
 
 def test_limited_threads_apply_to_this_thread_only() -> None:
     usual, begin = torch.get_num_threads(), threading.Event()
-    found: dict[str, int] = {}
+    threads: dict[str, int] = {}
 
     def count(name: str) -> None:
-        found[name] = torch.get_num_threads()
+        threads[name] = torch.get_num_threads()
 
     def other() -> None:
         count("before")
@@ -232,5 +232,5 @@ def test_limited_threads_apply_to_this_thread_only() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(usual)
-    assert found["meanwhile"] == found["before"]
-    assert (found["fresh"], found["limited"]) == (2, 1)
+    assert threads["meanwhile"] == threads["before"]
+    assert (threads["fresh"], threads["limited"]) == (2, 1)

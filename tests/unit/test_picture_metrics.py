@@ -45,15 +45,15 @@ class TestBoxes:
         assert scores == pytest.approx({"map": 0.6, "map_50": 1.0, "map_75": 1.0})
 
     def test_wrong_box_with_higher_score_halves_precision(self) -> None:
-        found = [[at(0.9, 60, 60, 90, 90), at(0.8, *SQUARE)]]
-        assert precision(found, [[object_at(*SQUARE)]]) == pytest.approx(0.5)
+        predicted = [[at(0.9, 60, 60, 90, 90), at(0.8, *SQUARE)]]
+        assert precision(predicted, [[object_at(*SQUARE)]]) == pytest.approx(0.5)
 
     def test_an_object_is_matched_once(self) -> None:
-        found = [[at(0.9, *SQUARE), at(0.8, *SQUARE)], [at(0.7, *SQUARE)]]
+        predicted = [[at(0.9, *SQUARE), at(0.8, *SQUARE)], [at(0.7, *SQUARE)]]
         # The three predictions for two objects are correct, wrong and correct. The precision is 1 up to a recall of
         # 1/2, and then 2/3.
         expected = (51 * 1 + 50 * 2 / 3) / 101
-        assert precision(found, [[object_at(*SQUARE)]] * 2) == pytest.approx(expected)
+        assert precision(predicted, [[object_at(*SQUARE)]] * 2) == pytest.approx(expected)
 
     def test_wrong_label_gives_zero_precision(self) -> None:
         assert precision([[at(0.9, *SQUARE, label=1)]], [[object_at(*SQUARE)]]) == 0.0
@@ -64,8 +64,8 @@ class TestBoxes:
 
     def test_boxes_on_a_crowd_are_ignored(self) -> None:
         true = [[object_at(*SQUARE), object_at(60, 60, 90, 90, crowd=1)]]
-        found = [[at(0.9, 60, 60, 75, 75), at(0.8, 70, 70, 90, 90), at(0.7, *SQUARE)]]
-        assert precision(found, true) == pytest.approx(1.0)
+        predicted = [[at(0.9, 60, 60, 75, 75), at(0.8, 70, 70, 90, 90), at(0.7, *SQUARE)]]
+        assert precision(predicted, true) == pytest.approx(1.0)
 
     def test_matches_pycocotools(self) -> None:
         """The mAP equals the mAP of pycocotools on 40 images with four classes: pycocotools 2.0.11 computes 0.10818997,
@@ -74,22 +74,22 @@ class TestBoxes:
         draw = np.random.default_rng(0)
         references, predictions = [], []
         for _ in range(40):
-            true, found = [], []
+            true, predicted = [], []
             for _ in range(draw.integers(0, 7)):
                 label = int(draw.integers(4))
                 (x, y), (w, h) = draw.uniform(0, 60, 2), draw.uniform(5, 40, 2)
                 true.append((label, x, y, x + w, y + h, int(draw.random() < 0.12)))
                 for _ in range(draw.integers(0, 3)):
                     n = draw.normal(0, 2.5, 4)
-                    kept = label if draw.random() < 0.85 else int(draw.integers(4))
+                    predicted_label = label if draw.random() < 0.85 else int(draw.integers(4))
                     score = float(np.round(draw.random(), 2))
-                    found.append((kept, score, x + n[0], y + n[1], x + w + abs(n[2]), y + h + abs(n[3])))
+                    predicted.append((predicted_label, score, x + n[0], y + n[1], x + w + abs(n[2]), y + h + abs(n[3])))
             for _ in range(draw.integers(0, 4)):
                 label = int(draw.integers(4))
                 (x, y), (w, h) = draw.uniform(0, 60, 2), draw.uniform(5, 40, 2)
-                found.append((label, float(draw.random()), x, y, x + w, y + h))
+                predicted.append((label, float(draw.random()), x, y, x + w, y + h))
             references.append(true)
-            predictions.append(found)
+            predictions.append(predicted)
         scores = METRICS["map"].compute(predictions, references)
         assert scores == pytest.approx({"map": 0.10818997, "map_50": 0.27711247, "map_75": 0.06834247}, abs=1e-8)
 
@@ -107,8 +107,13 @@ class TestBoxes:
         references = [[object_at(*SQUARE)]] * 20
         metric = METRICS["map"]
         scored = [
-            ScoredRows(value=metric.compute(one, references)["map"], scores={}, predictions=tuple(one), seconds=1.0)
-            for one in (good, bad)
+            ScoredRows(
+                value=metric.compute(predictions, references)["map"],
+                scores={},
+                predictions=tuple(predictions),
+                seconds=1.0,
+            )
+            for predictions in (good, bad)
         ]
         comparison = compare(metric, *scored, references, against="good", agreement=None)
         low, high = comparison.drop_interval

@@ -84,13 +84,13 @@ def test_sockets_of_a_killed_process_are_removed_later(length: int, tmp_path: Pa
         "os._exit(0)\n"
     )
     run = [sys.executable, "-c", program]
-    made = []
+    sockets = []
     for _ in range(2):
         ended = subprocess.run(
             run, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, check=True
         )
-        made.append(Path(ended.stdout.strip()))
-        assert len(str(made[-1])) < 100
-    assert not made[0].exists()
-    shutil.rmtree(made[1].parent, ignore_errors=True)
+        sockets.append(Path(ended.stdout.strip()))
+        assert len(str(sockets[-1])) < 100
+    assert not sockets[0].exists()
+    shutil.rmtree(sockets[1].parent, ignore_errors=True)
     shutil.rmtree(folder)

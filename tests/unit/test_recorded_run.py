@@ -84,7 +84,7 @@ def test_settings_recorded_by_tune_are_applied(recorded: Callable[..., Artifact]
 
 def test_user_settings_override_refused_recorded_settings(recorded: Callable[..., Artifact], tmp_path: Path) -> None:
     artifact = recorded(session={"profile": str(tmp_path / "no")})
-    own = RunPreferences(options=SessionOptions(profile=str(tmp_path / "yes")))
-    opened = open_plan(make_plan(artifact, own))
+    preferences = RunPreferences(options=SessionOptions(profile=str(tmp_path / "yes")))
+    opened = open_plan(make_plan(artifact, preferences))
     opened.close()
     assert not (tmp_path / "no").exists()

@@ -83,9 +83,9 @@ def test_results_equal_transformers(case: str) -> None:
     layer.__class__ = type("Layer", (torch.nn.Identity,), {"__module__": module.__name__})
     with recurrence.recurrent(layer):
         ours = getattr(module, name)
-        found, _ = ours(**arguments)
+        output, _ = ours(**arguments)
     assert getattr(module, name) is not ours
-    assert (found - expected).abs().max() <= CLOSE * expected.abs().max().clamp(min=1)
+    assert (output - expected).abs().max() <= CLOSE * expected.abs().max().clamp(min=1)
 
 
 @pytest.mark.parametrize("beta", [False, True])
@@ -98,8 +98,8 @@ def test_recurrence_continues_from_a_state(beta: bool) -> None:
         cut = [tensor[:, start:end] for tensor in (decay, key, value, query)]
         return recurrence.recur(*cut, beta=weight[:, start:end] if weight is not None else None, state=state)
 
-    whole, last = part(0, TOKENS, None)
+    full, last = part(0, TOKENS, None)
     first, state = part(0, 3, None)
     second, after = part(3, TOKENS, state)
-    assert (torch.cat([first, second], dim=1) - whole).abs().max() <= CLOSE
+    assert (torch.cat([first, second], dim=1) - full).abs().max() <= CLOSE
     assert (after - last).abs().max() <= CLOSE

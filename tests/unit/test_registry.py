@@ -43,29 +43,29 @@ BROKEN = Probe(reasons=(Reason("driver", "the driver is too old", "install drive
 def select(specs: list[BackendSpec], probes: list[Probe], **changes: object) -> plan.Selection:
     backend = changes.pop("backend", None)
     question: dict[str, object] = {"format": "onnx", "task": "text-classification", "dtype": "float32", **changes}
-    found = {s.name: p for s, p in zip(specs, probes, strict=True)}
-    inventory = registry.Inventory(specs=tuple(specs), probe=lambda spec: found[spec.name], missing=lambda spec: None)
+    probed = {s.name: p for s, p in zip(specs, probes, strict=True)}
+    inventory = registry.Inventory(specs=tuple(specs), probe=lambda spec: probed[spec.name], missing=lambda spec: None)
     named = inventory.spec(backend) if isinstance(backend, str) else None
     return plan.select(plan.SelectionRequest(**question), inventory, named)  # type: ignore[arg-type]
 
 
 def test_backend_with_highest_priority_is_selected() -> None:
-    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA])
-    assert (found.backend, str(found.device)) == ("b", "cuda:0")
-    assert {row.backend: row.verdict for row in found.table} == {"a": "possible", "b": "chosen"}
+    selection = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA])
+    assert (selection.backend, str(selection.device)) == ("b", "cuda:0")
+    assert {row.backend: row.verdict for row in selection.table} == {"a": "possible", "b": "chosen"}
 
 
 def test_unavailable_backends_are_skipped_with_reasons() -> None:
-    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN])
-    assert found.backend == "a"
-    assert "the driver is too old (install driver 580)" in str(found)
+    selection = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN])
+    assert selection.backend == "a"
+    assert "the driver is too old (install driver 580)" in str(selection)
 
 
 def test_named_backend_is_the_only_candidate() -> None:
-    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN], backend="b")
-    assert found.backend is None
-    found = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA], backend="a")
-    assert found.backend == "a"
+    selection = select([spec("a", priority=1), spec("b", priority=2)], [CPU, BROKEN], backend="b")
+    assert selection.backend is None
+    selection = select([spec("a", priority=1), spec("b", priority=2)], [CPU, CUDA], backend="a")
+    assert selection.backend == "a"
 
 
 def test_backend_with_auto_false_is_selected_only_by_name() -> None:
@@ -85,33 +85,33 @@ def test_backend_with_auto_false_is_selected_only_by_name() -> None:
 )
 def test_every_mismatch_is_a_reason(question: dict[str, object], reason: str) -> None:
     limited = spec("a", capabilities=(Capability(stage="run", consumes="onnx", tasks=("text-classification",)),))
-    found = select([limited], [CUDA], **question)
-    assert found.backend is None
-    assert reason in str(found)
+    selection = select([limited], [CUDA], **question)
+    assert selection.backend is None
+    assert reason in str(selection)
 
 
 def test_limited_capability_is_preferred_to_a_general_one() -> None:
     run = {"stage": "run", "consumes": "onnx"}
-    made = (
+    capabilities = (
         Capability(**run, dtypes=("float32", "float16"), excludes=("translation",)),
         Capability(**run, dtypes=("float16",), tasks=("text-generation",)),
     )
-    one = spec("a", capabilities=made)
-    assert select([one], [CUDA], task="fill-mask", dtype="float32").backend == "a"
-    assert select([one], [CUDA], task="text-generation", dtype="float16").backend == "a"
-    refused = select([one], [CUDA], task="text-generation", dtype="float32")
+    backend = spec("a", capabilities=capabilities)
+    assert select([backend], [CUDA], task="fill-mask", dtype="float32").backend == "a"
+    assert select([backend], [CUDA], task="text-generation", dtype="float16").backend == "a"
+    refused = select([backend], [CUDA], task="text-generation", dtype="float32")
     assert refused.backend is None
     assert "does not run float32 graphs of the task text-generation, only float16" in str(refused)
-    assert "it does not run the task translation" in str(select([one], [CUDA], task="translation"))
+    assert "it does not run the task translation" in str(select([backend], [CUDA], task="translation"))
 
 
 def test_task_in_another_format_suggests_an_export() -> None:
-    made = (
+    capabilities = (
         Capability(stage="export", produces="openvino_ir"),
         Capability(stage="run", consumes="openvino_ir"),
         Capability(stage="run", consumes="onnx", excludes=("text-generation",)),
     )
-    refused = str(select([spec("a", capabilities=made)], [CPU], task="text-generation"))
+    refused = str(select([spec("a", capabilities=capabilities)], [CPU], task="text-generation"))
     assert (
         "it runs the task text-generation in the format openvino_ir, not onnx (export the model for this backend:"
         in refused
@@ -128,12 +128,12 @@ def test_unsupported_operators_exclude_a_backend() -> None:
     specs = [standard_only("a"), spec("b")]
     for domains in (("",), None):
         assert select(specs, [CPU, CPU], backend="a", domains=domains).backend == "a"
-    found = select(specs, [CPU, CPU], backend="a", domains=("", "com.vendor"))
-    assert found.backend is None
+    selection = select(specs, [CPU, CPU], backend="a", domains=("", "com.vendor"))
+    assert selection.backend is None
     assert "the graph uses operators of com.vendor, which this backend does not have (use the exported artifact" in str(
-        found
+        selection
     )
-    assert "or use the backend b)" in str(found)
+    assert "or use the backend b)" in str(selection)
     assert select(specs, [CPU, CPU], domains=("", "com.vendor")).backend == "b"
 
 
@@ -145,8 +145,8 @@ def test_unsupported_operators_exclude_a_backend() -> None:
     ],
 )
 def test_remedy_for_operators_names_an_existing_stage(stage: Capability, remedy: str) -> None:
-    found = select([standard_only("a", stage)], [CPU], backend="a", domains=("com.vendor",))
-    assert remedy in found.table[0].reasons[0].remedy
+    selection = select([standard_only("a", stage)], [CPU], backend="a", domains=("com.vendor",))
+    assert remedy in selection.table[0].reasons[0].remedy
 
 
 def test_only_candidates_are_probed_until_one_fits() -> None:
@@ -165,22 +165,22 @@ def test_only_candidates_are_probed_until_one_fits() -> None:
 
 def test_plan_depends_only_on_its_arguments(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     export = Capability(stage="export", produces="onnx")
-    made = standard_only("a", export)
-    inventory = registry.Inventory(specs=(made,), probe=lambda spec: CPU, missing=lambda spec: None)
+    backend = standard_only("a", export)
+    inventory = registry.Inventory(specs=(backend,), probe=lambda spec: CPU, missing=lambda spec: None)
     weights = ResolvedModel(kind="weights", id="org/name", task="text-classification", folder=tmp_path)
-    found = plan.make_plan(weights, inventory=inventory)
-    assert (found.backend, found.artifact, str(found.device)) == (made, None, "cpu")
-    assert found.exporter is not None
-    assert found.exporter.backend is made
-    assert found == plan.make_plan(weights, inventory=inventory)
+    plan_for_weights = plan.make_plan(weights, inventory=inventory)
+    assert (plan_for_weights.backend, plan_for_weights.artifact, str(plan_for_weights.device)) == (backend, None, "cpu")
+    assert plan_for_weights.exporter is not None
+    assert plan_for_weights.exporter.backend is backend
+    assert plan_for_weights == plan.make_plan(weights, inventory=inventory)
     artifact = tiny_artifact()
-    assert found.with_artifact(artifact, inventory).artifact is artifact
+    assert plan_for_weights.with_artifact(artifact, inventory).artifact is artifact
     component = replace(artifact.components[0], domains=("com.vendor",))
     other = replace(artifact, manifest=replace(artifact.manifest, components=(component,)))
     with pytest.raises(
         BackendUnavailableError, match="cannot run the exported model in .*: the graph uses operators of com.vendor"
     ):
-        found.with_artifact(other, inventory)
+        plan_for_weights.with_artifact(other, inventory)
 
 
 def test_device_is_found_by_index() -> None:
@@ -230,15 +230,15 @@ def test_two_plugins_with_one_name_raise(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ignored_plugin_is_warned_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(registry.logger, "warning", lambda text, *values: said.append(text % values))
+    warnings: list[str] = []
+    monkeypatch.setattr(registry.logger, "warning", lambda text, *values: warnings.append(text % values))
     able = spec("y", impl="json:JSONDecoder", requires=())
     install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", able))
     for _ in range(2):
         assert plan_stage("run", "onnx").backend.name == "y"
-    assert len(said) == 1
-    assert "The backend 'x' is ignored" in said[0]
-    assert "Several installed plugins have the name 'x'" in said[0]
+    assert len(warnings) == 1
+    assert "The backend 'x' is ignored" in warnings[0]
+    assert "Several installed plugins have the name 'x'" in warnings[0]
 
 
 def test_plugin_that_exits_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,68 +53,68 @@ def group(*workers: FakeWorker) -> list[MeasuredVariant]:
 
 def test_too_slow_variant_is_stopped_after_a_few_calls() -> None:
     fast, slow = FakeWorker(5.0), FakeWorker(40.0)
-    found = group(fast, slow)
-    warm_up(found, WORK, 6, hopeless=3.0)
-    assert found[1].error is None
+    variants = group(fast, slow)
+    warm_up(variants, WORK, 6, hopeless=3.0)
+    assert variants[1].error is None
     assert fast.calls == 8, "one that may compile, one that decides, six to warm up"
     assert (
-        found[2].error
+        variants[2].error
         == "too slow to be timed: one call takes 40 ms or more, and a call of the baseline takes 10 ms (workload 1x8)"
     )
     assert slow.calls == 4
-    assert not found[2].lost, "it would be as slow the next time"
+    assert not variants[2].lost, "it would be as slow the next time"
 
 
 def test_short_calls_are_timed_even_if_much_slower() -> None:
-    found = group(FakeWorker(29.0))
-    warm_up(found, WORK, 6, hopeless=1.5)
-    assert found[1].error is None
+    variants = group(FakeWorker(29.0))
+    warm_up(variants, WORK, 6, hopeless=1.5)
+    assert variants[1].error is None
 
 
 def test_call_that_does_not_end_is_stopped() -> None:
-    found = group(FakeWorker(10_000.0, never=1000.0))
-    warm_up(found, WORK, 6, hopeless=3.0)
+    variants = group(FakeWorker(10_000.0, never=1000.0))
+    warm_up(variants, WORK, 6, hopeless=3.0)
     assert (
-        found[1].error
+        variants[1].error
         == "too slow to be timed: one call takes 1030 ms or more, and a call of the baseline takes 10 ms (workload 1x8)"
     )
-    assert not found[1].lost
+    assert not variants[1].lost
 
 
 def test_terminated_process_is_lost() -> None:
-    found = group(FakeWorker(5.0, dies=True))
-    warm_up(found, WORK, 6, hopeless=3.0)
-    assert found[1].lost
+    variants = group(FakeWorker(5.0, dies=True))
+    warm_up(variants, WORK, 6, hopeless=3.0)
+    assert variants[1].lost
 
 
 def test_running_variants_get_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+    restarted: list[str] = []
 
     def start(variant: Variant, threads: int | None) -> FakeWorker:
-        made.append(variant.name)
+        restarted.append(variant.name)
         return FakeWorker(5.0)
 
     monkeypatch.setattr(rounds, "VariantProcess", start)
     monkeypatch.setattr(FakeWorker, "load", lambda self: None, raising=False)
-    found = group(FakeWorker(5.0), FakeWorker(5.0))
-    found[1].fail("it was too far off")
-    warmup_s, before = found[0].warmup_s, found[0].worker
-    restart(found, [WORK], 6, backwards=True)
-    assert made == ["2", "0"]
-    assert found[1].worker is None
-    assert found[0].worker is not before
-    assert found[0].warmup_s == warmup_s
+    variants = group(FakeWorker(5.0), FakeWorker(5.0))
+    variants[1].fail("it was too far off")
+    warmup_s, before = variants[0].warmup_s, variants[0].worker
+    restart(variants, [WORK], 6, backwards=True)
+    assert restarted == ["2", "0"]
+    assert variants[1].worker is None
+    assert variants[0].worker is not before
+    assert variants[0].warmup_s == warmup_s
 
 
 def test_without_limit_every_variant_is_warmed_up() -> None:
     slow = FakeWorker(40.0)
-    found = group(slow)
-    warm_up(found, WORK, 6)
-    assert (found[1].error, slow.calls) == (None, 6)
+    variants = group(slow)
+    warm_up(variants, WORK, 6)
+    assert (variants[1].error, slow.calls) == (None, 6)
 
 
-@pytest.mark.parametrize(("rate", "told"), [(200.0, True), (100.0, False), (None, False)])
-def test_saturated_variants_are_reported(rate: float | None, told: bool) -> None:
+@pytest.mark.parametrize(("rate", "reported"), [(200.0, True), (100.0, False), (None, False)])
+def test_saturated_variants_are_reported(rate: float | None, reported: bool) -> None:
     cell = {"workload": "1x8", "batch": 1, "latency": {"median": 9.0, "p95": 10.0}, "ratio": None, "throughput": 100.0}
     variant = {
         "name": "slow one",
@@ -125,7 +125,7 @@ def test_saturated_variants_are_reported(rate: float | None, told: bool) -> None
     }
     settings = {"threads": 2, "callers": 1, "rate": rate}
     values = {"task": "text-classification", "baseline": "slow one", "settings": settings, "variants": [variant]}
-    assert ("slow one finished only 100 of 200 calls per second" in text_table(values)) is told
+    assert ("slow one finished only 100 of 200 calls per second" in text_table(values)) is reported
 
 
 def test_variant_names_with_brackets_are_shown() -> None:

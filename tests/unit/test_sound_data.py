@@ -47,9 +47,9 @@ def saved(path: Path, wave: Any, rate: int = RATE) -> Path:
 def test_integer_wav_files(kind: str, scale: float, middle: float, tmp_path: Path) -> None:
     peak = WAVE / (2 * np.abs(WAVE).max())
     path = saved(tmp_path / "one.wav", np.round(peak.astype(np.float64) * scale + middle).astype(kind))
-    found = wave_of(path, RATE)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, peak, atol=1.01 / scale)
+    wave = wave_of(path, RATE)
+    assert wave.dtype == np.float32
+    np.testing.assert_allclose(wave, peak, atol=1.01 / scale)
 
 
 @pytest.mark.usefixtures("reader")
@@ -79,10 +79,10 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
 def test_resampling_keeps_pitch_and_duration() -> None:
     """Resampling keeps the pitch of a tone and its duration in seconds."""
     tone = np.sin(2 * np.pi * 50 * np.arange(2000) / 2000).astype(np.float32)
-    found = wave_of({"array": tone, "sampling_rate": 2000}, RATE)
+    wave = wave_of({"array": tone, "sampling_rate": 2000}, RATE)
     expected = np.sin(2 * np.pi * 50 * np.arange(1000) / 1000)
     # Skip both ends of the audio, where the resampling filter oscillates.
-    np.testing.assert_allclose(found[50:-50], expected[50:-50], atol=0.01)
+    np.testing.assert_allclose(wave[50:-50], expected[50:-50], atol=0.01)
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def test_audio_features_of_datasets_need_no_torchcodec(tmp_path: Path) -> None:
     # A batch contains only audio of equal length. The extractor returns no mask, so a model would process padding as
     # audio.
     assert encoded.plan(8) == [[0, 2], [1, 3]]
-    found: Any = encoded.batch([1, 3])["input_values"]
-    np.testing.assert_array_equal(found, [tiny_sound(0.3, 1), tiny_sound(0.3, 3)])
+    waves: Any = encoded.batch([1, 3])["input_values"]
+    np.testing.assert_array_equal(waves, [tiny_sound(0.3, 1), tiny_sound(0.3, 3)])
 
 
 def test_audio_columns_are_recognized() -> None:
     row = {"audio": {"array": WAVE.tolist(), "sampling_rate": RATE}, "transcription": "a b", "id": 3}
     assert map_columns(load_rows([row]), "ctc").sample.columns == {"text": "transcription", "audio": "audio"}
     pair = {"audio1": WAVE.tolist(), "audio2": WAVE.tolist(), "label": 1}
-    found = map_columns(load_rows([pair]), "audio-xvector").sample.columns
-    assert found == {"label": "label", "audio": "audio1", "audio_pair": "audio2"}
+    mapping = map_columns(load_rows([pair]), "audio-xvector").sample.columns
+    assert mapping == {"label": "label", "audio": "audio1", "audio_pair": "audio2"}
     with pytest.raises(InputError, match="is the 'audio' column"):
         map_columns(load_rows([{"number": 3, "label": 0}]), "audio-classification")
 
@@ -143,7 +143,7 @@ def test_wav_without_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "true", "wer", "cer"),
+    ("predicted", "true", "wer", "cer"),
     [
         (["the cat sat"], ["the cat sat"], 0.0, 0.0),
         (["the bat sat"], ["the cat sat"], 1 / 3, 1 / 11),
@@ -152,11 +152,11 @@ def test_wav_without_samples_is_refused() -> None:
         (["a a a"], ["a"], 2.0, 4.0),
     ],
 )
-def test_error_rates(found: list[str], true: list[str], wer: float, cer: float | None) -> None:
+def test_error_rates(predicted: list[str], true: list[str], wer: float, cer: float | None) -> None:
     """The error rates equal values computed by hand: the number of edits divided by the length of the reference."""
-    assert metric_for(None, TranscriptPredictor).compute(found, true)["wer"] == pytest.approx(wer)
+    assert metric_for(None, TranscriptPredictor).compute(predicted, true)["wer"] == pytest.approx(wer)
     if cer is not None:
-        assert metric_for("cer", TranscriptPredictor).compute(found, true)["cer"] == pytest.approx(cer)
+        assert metric_for("cer", TranscriptPredictor).compute(predicted, true)["cer"] == pytest.approx(cer)
 
 
 def test_equal_error_rate() -> None:
@@ -164,15 +164,15 @@ def test_equal_error_rate() -> None:
     assert eer.compute([0.9, 0.8, 0.2, 0.1], [1, 1, 0, 0])["eer"] == pytest.approx(0.0)
     # At any threshold between 0.4 and 0.6, one of the four positive pairs and one of the four negative pairs are
     # misclassified.
-    found = [0.9, 0.8, 0.7, 0.4, 0.6, 0.3, 0.2, 0.1]
-    assert eer.compute(found, [1, 1, 1, 1, 0, 0, 0, 0])["eer"] == pytest.approx(0.25)
+    scores = [0.9, 0.8, 0.7, 0.4, 0.6, 0.3, 0.2, 0.1]
+    assert eer.compute(scores, [1, 1, 1, 1, 0, 0, 0, 0])["eer"] == pytest.approx(0.25)
     assert eer.compute([0.1, 0.2, 0.8, 0.9], [1, 1, 0, 0])["eer"] == pytest.approx(1.0)
     assert np.isnan(eer.compute([0.1, 0.2], [1, 1])["eer"])
 
 
 def test_frame_accuracy_ignores_unlabelled_frames() -> None:
-    found = metric_for(None, FramePredictor).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
-    assert found["accuracy"] == pytest.approx(2 / 3)
+    rates = metric_for(None, FramePredictor).compute([[0, 1, 2], [1]], [[0, 2, -100], [1]])
+    assert rates["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_ranking_metrics() -> None:
@@ -181,7 +181,7 @@ def test_ranking_metrics() -> None:
 
     rows = [([0.9, 0.1, 0.5, 0.3], [0.0, 1.0, 1.0, 0.0]), ([0.2, 0.8], [0.0, 1.0])]
     scores = metric_for(None, RankingPredictor).compute([row[0] for row in rows], [row[1] for row in rows])
-    expected = np.mean([ndcg_score([true], [found], k=10) for found, true in rows])
+    expected = np.mean([ndcg_score([true], [predicted], k=10) for predicted, true in rows])
     assert scores["ndcg@10"] == pytest.approx(expected)
     assert scores["mrr@10"] == pytest.approx((1 / 2 + 1) / 2)
     assert scores["map"] == pytest.approx(((1 / 2 + 2 / 4) / 2 + 1) / 2)

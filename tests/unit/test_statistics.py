@@ -9,11 +9,11 @@ from accel.measuring.statistics import Ratio, bootstrap_interval, speedup, summa
 
 
 def test_summary_of_known_numbers() -> None:
-    found = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
-    assert (found.calls, found.mean, found.min, found.max, found.median) == (5, 22.0, 1.0, 100.0, 3.0)
-    assert found.sd == pytest.approx(43.6176, abs=1e-3)
-    assert found.p95 == pytest.approx(80.8)
-    assert found.p99 == pytest.approx(96.16)
+    summary = summarize([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (summary.calls, summary.mean, summary.min, summary.max, summary.median) == (5, 22.0, 1.0, 100.0, 3.0)
+    assert summary.sd == pytest.approx(43.6176, abs=1e-3)
+    assert summary.p95 == pytest.approx(80.8)
+    assert summary.p99 == pytest.approx(96.16)
 
 
 def test_summary_of_one_call_has_no_spread() -> None:
@@ -36,9 +36,9 @@ def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> 
 def test_ratio_ignores_a_drift_of_both_variants() -> None:
     generator = np.random.default_rng(0)
     drift = generator.lognormal(0, 0.5, 12)
-    found = speedup(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
-    assert found.low < 3.0 < found.high
-    assert found.high / found.low < 1.6, "rounds are paired: their drift is not in the interval's width"
+    ratio = speedup(_rounds(generator, drift, 3.0), _rounds(generator, drift, 1.0))
+    assert ratio.low < 3.0 < ratio.high
+    assert ratio.high / ratio.low < 1.6, "rounds are paired: their drift is not in the interval's width"
 
 
 def test_interval_of_equal_variants_covers_one() -> None:
@@ -51,14 +51,14 @@ def test_interval_of_equal_variants_covers_one() -> None:
             _rounds(generator, drift * generator.lognormal(0, 0.02, 12) * (1 + (generator.random(12) < 0.1) / 2), 1.0)
             for _ in range(2)
         )
-        found = speedup(a, b, resamples=500, seed=seed)
-        covered += found.low <= 1.0 <= found.high
+        ratio = speedup(a, b, resamples=500, seed=seed)
+        covered += ratio.low <= 1.0 <= ratio.high
     assert covered >= 184, "a 95 % interval covers in about 190 of 200; 184 is 3 standard deviations below 0.95"
 
 
 def test_single_round_has_an_infinite_interval() -> None:
-    found = speedup([[2.0]], [[1.0]])
-    assert (found.value, found.low, found.high) == (2.0, 0.0, float("inf"))
+    ratio = speedup([[2.0]], [[1.0]])
+    assert (ratio.value, ratio.low, ratio.high) == (2.0, 0.0, float("inf"))
 
 
 def test_estimate_and_interval_use_the_same_statistic() -> None:
@@ -68,14 +68,14 @@ def test_estimate_and_interval_use_the_same_statistic() -> None:
     base = [10.0] * 7 + [500.0] * 5
     # The second variant was slowed in the same five rounds and in two more rounds.
     other = [1.0] * 5 + [50.0] * 7
-    found = speedup([base], [other])
-    assert found.value == pytest.approx(10.0), "pooled medians say 10 / 50"
-    assert found.low <= found.value <= found.high
+    ratio = speedup([base], [other])
+    assert ratio.value == pytest.approx(10.0), "pooled medians say 10 / 50"
+    assert ratio.low <= ratio.value <= ratio.high
 
 
 def test_speedup_of_several_workloads_is_their_geometric_mean() -> None:
-    found = speedup([[2.0, 2.0, 2.0], [8.0, 8.0]], [[1.0, 1.0, 1.0], [1.0, 1.0]])
-    assert (found.value, found.low, found.high) == pytest.approx((4.0, 4.0, 4.0))
+    ratio = speedup([[2.0, 2.0, 2.0], [8.0, 8.0]], [[1.0, 1.0, 1.0], [1.0, 1.0]])
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((4.0, 4.0, 4.0))
 
 
 def test_workloads_must_have_pairs() -> None:
@@ -84,15 +84,15 @@ def test_workloads_must_have_pairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("ratio", "text"),
     [
         (Ratio(value=3.708, low=3.521, high=3.9), "3.71 (3.52 to 3.90)"),
         (Ratio(value=658.0, low=43.0, high=668.0), "unsteady: 43.00 to 668.00"),
         (Ratio(value=2.0, low=0.0, high=float("inf")), "unsteady: 0.00 to ∞"),
     ],
 )
-def test_ratio_is_shown_with_interval_or_as_unsteady(found: Ratio, text: str) -> None:
-    assert str(found) == text
+def test_ratio_is_shown_with_interval_or_as_unsteady(ratio: Ratio, text: str) -> None:
+    assert str(ratio) == text
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ RED, BLUE = (Image.new("RGB", (8, 8), color).quantize(4) for color in ("red", "b
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("value", "other"),
     [
         (LONG, CHANGED),
         (torch.from_numpy(LONG), torch.from_numpy(CHANGED)),
@@ -40,9 +40,9 @@ RED, BLUE = (Image.new("RGB", (8, 8), color).quantize(4) for color in ("red", "b
     ],
     ids=["array", "tensor", "digits", "bfloat16", "image", "palette", "sound", "texts", "lists", "types"],
 )
-def test_different_rows_have_different_digests(one: Any, other: Any) -> None:
-    assert data_digest([{"x": one}]) == data_digest([{"x": one}])
-    assert data_digest([{"x": one}]) != data_digest([{"x": other}])
+def test_different_rows_have_different_digests(value: Any, other: Any) -> None:
+    assert data_digest([{"x": value}]) == data_digest([{"x": value}])
+    assert data_digest([{"x": value}]) != data_digest([{"x": other}])
 
 
 def test_digest_of_a_folder_depends_on_its_content(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.sweep import cells, gpu, rows, running
 from tests.sweep.__main__ import main
 from tests.sweep.building import build
 from tests.sweep.cases import Pair, pairs
-from tests.sweep.cells import Cell, stages_of, sweep_pair, wanted
+from tests.sweep.cells import Cell, cells_of, stages_of, sweep_pair
 from tests.sweep.page import number, rows_of, site
 from tests.sweep.questions import Question, answers, difference, prompts, questions
 from tests.sweep.rounding import largest_error
@@ -54,9 +54,9 @@ def test_small_model_gives_finite_outputs(name: str) -> None:
     model = build(pair)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     assert all(parameter.abs().max() > 0 for parameter in model.parameters() if parameter.numel())
-    asked = questions(pair, model)
-    assert len(asked) >= 3
-    assert all(value.isfinite().all() for value in asked[0].expected.values())
+    asked_questions = questions(pair, model)
+    assert len(asked_questions) >= 3
+    assert all(value.isfinite().all() for value in asked_questions[0].expected.values())
 
 
 @pytest.mark.parametrize("name", ["bert/text-classification", "gemma2/text-generation", "t5/text2text-generation"])
@@ -216,15 +216,15 @@ def test_wrong_outputs_are_reported_as_wrong(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(accel, "export", lambda *_, **__: Exported())
     monkeypatch.setattr(accel, "optimize", lambda *_, **__: Exported())
     monkeypatch.setattr(cells, "model_class", lambda _: Liar)
-    found: list[Cell] = []
-    known = [("cpu", "int8"), ("cpu", "rows"), ("cpu", "rows-int8")]
-    sweep_pair(BERT, ["cpu"], found.append, lambda *_: None, known)
-    assert [(cell.stage, cell.status, cell.difference) for cell in found] == [
+    reported: list[Cell] = []
+    known_cells = [("cpu", "int8"), ("cpu", "rows"), ("cpu", "rows-int8")]
+    sweep_pair(BERT, ["cpu"], reported.append, lambda *_: None, known_cells)
+    assert [(cell.stage, cell.status, cell.difference) for cell in reported] == [
         ("export", "wrong", 1.0),
         ("O2", "wrong", 1.0),
     ]
     store = Store(tmp_path / "sweep.json")
-    for cell in found:
+    for cell in reported:
         store.put(cell)
     store.write()
     arguments = ["--page-only", "--json", str(store.path), "--page", str(tmp_path / "models.md")]
@@ -238,11 +238,11 @@ def test_refused_cell_contains_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(accel, "export", refuse)
     monkeypatch.setattr(cells, "captured_upstream", lambda *_: False)
-    found: list[Cell] = []
-    sweep_pair(BERT, ["cpu"], found.append, lambda *_: None)
-    assert {cell.stage for cell in found} == set(stages_of(BERT))
-    assert {(cell.status, cell.reason) for cell in found} == {("refused", "AccelError: This graph is round.")}
-    assert found[0].upstream is False
+    reported: list[Cell] = []
+    sweep_pair(BERT, ["cpu"], reported.append, lambda *_: None)
+    assert {cell.stage for cell in reported} == set(stages_of(BERT))
+    assert {(cell.status, cell.reason) for cell in reported} == {("refused", "AccelError: This graph is round.")}
+    assert reported[0].upstream is False
 
 
 def test_pages_contain_numbers_reasons_and_unbuilt_models() -> None:
@@ -397,8 +397,8 @@ class Neighbour(torch.nn.Module):
         self.first = first
 
     def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> dict[str, torch.Tensor]:
-        own = input_ids.float().sum(1, keepdim=True)
-        return {"logits": own[:1].expand_as(own) if self.first else own}
+        token_sum = input_ids.float().sum(1, keepdim=True)
+        return {"logits": token_sum[:1].expand_as(token_sum) if self.first else token_sum}
 
 
 def test_output_that_depends_on_another_row_is_detected() -> None:
@@ -406,13 +406,13 @@ def test_output_that_depends_on_another_row_is_detected() -> None:
     right, wrong = Neighbour(first=False), Neighbour(first=True)
     alone = [rows.cut({"input_ids": ids}, i, 6) for i in range(6)]
     company = rows.Company({"input_ids": ids}, [
-        rows.Row(f"row {i}", one, answers(right, one), (i, 6)) for i, one in enumerate(alone)
+        rows.Row(f"row {i}", inputs_of_row, answers(right, inputs_of_row), (i, 6)) for i, inputs_of_row in enumerate(alone)
     ])  # fmt: skip
     assert rows.apart(company, lambda inputs: answers(right, inputs)).worst == 0
-    found = rows.apart(company, lambda inputs: answers(wrong, inputs))
-    assert found.alone == 0
-    assert found.in_batch == pytest.approx(45 / 48)
-    assert found.where == "logits of row 5, in the batch and alone"
+    difference = rows.apart(company, lambda inputs: answers(wrong, inputs))
+    assert difference.alone == 0
+    assert difference.in_batch == pytest.approx(45 / 48)
+    assert difference.where == "logits of row 5, in the batch and alone"
 
 
 def test_rows_differ_in_length_and_special_tokens() -> None:
@@ -428,7 +428,7 @@ def test_rows_differ_in_length_and_special_tokens() -> None:
 
 
 def test_stages_that_were_not_requested_are_skipped(tmp_path: Path) -> None:
-    assert wanted(BERT, ["cpu"], ["rows"]) == {("cpu", "rows")}
+    assert cells_of(BERT, ["cpu"], ["rows"]) == {("cpu", "rows")}
     store = Store(tmp_path / "sweep.json")
     store.put(a_cell(stage="rows", digest=DIGESTS["cpu"]))
     done: list[str] = []

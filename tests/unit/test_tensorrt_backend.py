@@ -78,8 +78,8 @@ HEALTHY: dict[str, Any] = {
 
 
 def test_profiles_are_parsed() -> None:
-    found = read_profile("batch=1:8:32, sequence=128")
-    assert found == {"batch": AxisSizes(1, 8, 32), "sequence": AxisSizes(128, 128, 128)}
+    profile = read_profile("batch=1:8:32, sequence=128")
+    assert profile == {"batch": AxisSizes(1, 8, 32), "sequence": AxisSizes(128, 128, 128)}
     assert read_profile("") == {}
 
 
@@ -126,13 +126,13 @@ def test_graphs_with_fixed_shapes_need_no_profile() -> None:
 
 
 def test_options_are_read() -> None:
-    found = read_options({"trt_max_workspace_size": 1 << 30, "trt_sparsity_enable": True, "profile": "batch=4"}, GPU)
-    assert found.profile == {"batch": AxisSizes(4, 4, 4)}
-    assert found.provider == {"trt_max_workspace_size": "1073741824", "trt_sparsity_enable": "1", "device_id": "0"}
+    options = read_options({"trt_max_workspace_size": 1 << 30, "trt_sparsity_enable": True, "profile": "batch=4"}, GPU)
+    assert options.profile == {"batch": AxisSizes(4, 4, 4)}
+    assert options.provider == {"trt_max_workspace_size": "1073741824", "trt_sparsity_enable": "1", "device_id": "0"}
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         ({"trt_fp16_enable": True}, "precision comes from the graph"),
         ({"trt_int8_enable": True}, "precision comes from the graph"),
@@ -144,9 +144,9 @@ def test_options_are_read() -> None:
         ({"profile": "batch"}, "of the shape profile is invalid"),
     ],
 )
-def test_invalid_options_are_named(given: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        read_options(given, GPU)
+        read_options(options, GPU)
     assert says in str(raised.value)
 
 
@@ -361,16 +361,16 @@ def stand_in(journal: Journal, *, plan: bytes | None = b"plan", parsed: bool = T
     """Return a fake module with the names of `tensorrt` that accel uses."""
     shapes = {"input_ids": (-1, -1), "attention_mask": (-1, -1), "logits": (-1, 3)}
     kind = SimpleNamespace(INPUT="input", OUTPUT="output")
-    given: dict[str, tuple[int, ...]] = {}
+    shapes_set: dict[str, tuple[int, ...]] = {}
 
     def fits(name: str, shape: tuple[int, ...]) -> bool:
-        given[name] = shape
+        shapes_set[name] = shape
         return shape[0] <= 32 and shape[1] <= 384
 
     context = SimpleNamespace(
         set_input_shape=journal.record("set_input_shape", fits),
         set_tensor_address=journal.record("set_tensor_address", True),
-        get_tensor_shape=lambda name: (given["input_ids"][0], 3),
+        get_tensor_shape=lambda name: (shapes_set["input_ids"][0], 3),
         execute_async_v3=journal.record("execute_async_v3", True),
     )
     engine = SimpleNamespace(
@@ -476,11 +476,11 @@ def test_artifact_with_an_engine(
 ) -> None:
     out = tmp_path / "engine"
     out.mkdir()
-    made = build(portable, out, device=GPU, machine=HERE, profile={"batch": AxisSizes(1, 2, 4)})
+    built = build(portable, out, device=GPU, machine=HERE, profile={"batch": AxisSizes(1, 2, 4)})
     loaded = Artifact.load(out)
     assert loaded.format == FORMAT
     assert loaded.manifest.target == {"gpu": "NVIDIA H200", "arch": "sm_90", "tensorrt": "10.13.0"}
-    assert loaded.digest == made.digest != portable.digest
+    assert loaded.digest == built.digest != portable.digest
     assert loaded.manifest.steps[-1].config["profile"] == {"model": {"batch": "1:2:4", "sequence": "1:96:96"}}
     assert ("set_shape", "input_ids", (1, 1), (2, 96), (4, 96)) in journal
     versions = {"tensorrt": "10.13.0", "driver": "1"}
@@ -509,12 +509,12 @@ def test_engine_session_runs(journal: Journal, on_the_host: None) -> None:
     assert engine.inputs[0].dtype == "int64"
     assert engine.outputs == (TensorSpec("logits", "float32", ("logits_0", 3)),)
     feeds = {name: torch.ones(2, 5, dtype=torch.int32) for name in ("input_ids", "attention_mask")}
-    found = engine.run(feeds)
-    assert found["logits"].shape == (2, 3)
+    outputs = engine.run(feeds)
+    assert outputs["logits"].shape == (2, 3)
     assert journal[-1] == ("execute_async_v3", 7)
     assert ("set_input_shape", "input_ids", (2, 5)) in journal
     addresses = {call[1]: call[2] for call in journal if call[0] == "set_tensor_address"}
-    assert addresses["logits"] == found["logits"].data_ptr()
+    assert addresses["logits"] == outputs["logits"].data_ptr()
     with pytest.raises(InputError, match=r"built for \(1, 1\) to \(32, 384\)"):
         engine.run({name: tensor.expand(2, 5).repeat(1, 100) for name, tensor in feeds.items()})
     with pytest.raises(InputError, match="attention_mask"):
@@ -533,16 +533,16 @@ def test_engine_session_checks_its_inputs(
     journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine").mkdir()
-    made = build(portable, tmp_path / "engine", device=GPU, machine=HERE)
-    component = made.component()
+    built = build(portable, tmp_path / "engine", device=GPU, machine=HERE)
+    component = built.component()
     # Keep only the inputs that the fake engine has.
     component = replace(
         component, inputs=tuple(s for s in component.inputs if s.name in ("input_ids", "attention_mask"))
     )
-    made = replace(made, manifest=replace(made.manifest, components=(component,)))
+    built = replace(built, manifest=replace(built.manifest, components=(component,)))
     probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
     monkeypatch.setattr(TensorrtBackend, "probe", lambda self: probe)
-    session = TensorrtBackend().open(made, OpenRequest(device=GPU))["model"]
+    session = TensorrtBackend().open(built, OpenRequest(device=GPU))["model"]
     ids, mask = torch.ones(2, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
     waited: list[bool] = []
     monkeypatch.setattr(InputValueCheck, "waiting", lambda self, feeds: waited.append(True))
@@ -585,11 +585,13 @@ def test_export_without_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, Any] = {}
+    settings_passed: dict[str, Any] = {}
     monkeypatch.setattr(building, "OnnxExporter", lambda backend: SimpleNamespace(export=lambda *a, **k: "onnx"))
-    monkeypatch.setattr(building, "build", lambda artifact, out, **settings: seen.update(settings) or artifact)
+    monkeypatch.setattr(
+        building, "build", lambda artifact, out, **settings: settings_passed.update(settings) or artifact
+    )
     probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
     config = ExportConfig(options={"profile": "batch=1:4:16"})
     EngineExporter(lambda: probe).export(None, task="x", config=config, out=Path("out"))  # type: ignore[arg-type]
-    assert seen["profile"] == {"batch": AxisSizes(1, 4, 16)}
-    assert seen["machine"].target() == HERE.target()
+    assert settings_passed["profile"] == {"batch": AxisSizes(1, 4, 16)}
+    assert settings_passed["machine"].target() == HERE.target()

@@ -25,12 +25,12 @@ def forget() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "reported"),
     [("2.11.0", None), ("2.13.1+cpu", None), ("2.10.0", "2.10.0"), ("2.14.0", "2.14.0"), ("3.0", "3.0")],
 )
-def test_release_lines(version: str, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_lines(version: str, reported: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    assert untested("torch", "2.11", "2.13") == told
+    assert untested("torch", "2.11", "2.13") == reported
 
 
 def test_missing_library_is_not_mentioned() -> None:
@@ -44,13 +44,13 @@ def test_untested_version_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     with caplog.at_level(logging.WARNING):
         warn_of_untested_versions(TESTED)
         warn_of_untested_versions(TESTED)
-    (record,) = [one for one in caplog.records if "transformers" in one.getMessage()]
+    (record,) = [entry for entry in caplog.records if "transformers" in entry.getMessage()]
     assert "The installed version of transformers, 9.9.9, was not tested" in record.getMessage()
     assert 'pip install "transformers==5.24.*' in record.getMessage()
 
 
 def test_tested_versions_are_in_the_declared_ranges() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    declared = {requirement.name: requirement.specifier for requirement in map(Requirement, project["dependencies"])}
     for distribution, oldest, newest in TESTED:
         assert {oldest, f"{newest}.99"} == set(declared[distribution].filter([oldest, f"{newest}.99"]))

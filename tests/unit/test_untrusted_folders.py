@@ -69,10 +69,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     """Return a copy of a JSON value in which up to three values are replaced, removed or duplicated."""
-    made = copy.deepcopy(values)
+    copied = copy.deepcopy(values)
     for _ in range(chance.randint(1, 3)):
-        *way, last = chance.choice(list(places(made)))
-        parent = made
+        *way, last = chance.choice(list(places(copied)))
+        parent = copied
         for key in way:
             parent = parent[key]
         kind = chance.random()
@@ -84,20 +84,20 @@ def mutated(values: dict[str, Any], chance: random.Random) -> dict[str, Any]:
             parent.append(copy.deepcopy(parent[last]))
         else:
             parent[f"{last}_"] = parent[last]
-    return made
+    return copied
 
 
 def everything_in(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
 
 
-def tried(opening: Callable[[], Any]) -> bool:
+def tried(open_folder: Callable[[], Any]) -> bool:
     """Return whether the folder opens. Fail the test if another type of error is raised, if opening takes too long, or
     if it allocates gigabytes of memory.
     """
     started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        opening()
+        open_folder()
     except AccelError:
         return False
     finally:
@@ -135,8 +135,8 @@ def test_mutated_manifests_open_or_raise(
         if chance.random() < 0.05:
             tried(lambda: ORTModelForSequenceClassification.from_pretrained(folder).close())
     assert 0 < opened < count
-    found = {name: at for name, at in everything_in(tmp_path).items() if "/home/" not in name}
-    assert {name for name, at in found.items() if outside.get(name) != at} <= {str(folder / "accel.json")}
+    outside_now = {name: at for name, at in everything_in(tmp_path).items() if "/home/" not in name}
+    assert {name for name, at in outside_now.items() if outside.get(name) != at} <= {str(folder / "accel.json")}
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.thorough)])
@@ -235,18 +235,18 @@ def test_damaged_tokenizer_is_named(text: str, tiny_artifact: Callable[..., Arti
     """
     folder = shutil.copytree(tiny_artifact().path, tmp_path / "artifact")
     for name in ("tokenizer.json",) if text == "{}" else ("tokenizer.json", "tokenizer_config.json"):
-        kept = (folder / name).read_bytes()
+        original = (folder / name).read_bytes()
         (folder / name).write_text(text, encoding="latin-1")
         Artifact.accept_files(folder)
-        for opening in (
+        for open_folder in (
             functools.partial(accel.pipeline, "text-classification", folder),
             functools.partial(load_processor, folder, "text-classification"),
         ):
             with pytest.raises(IntegrityError, match=r"tokenizer") as error:
-                opening()
+                open_folder()
             assert error.value.fix
             assert text == "{}" or name in error.value.message
-        (folder / name).write_bytes(kept)
+        (folder / name).write_bytes(original)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.thorough)])

@@ -140,7 +140,7 @@ def test_tokenizers_with_languages() -> None:
 def test_data_set_fingerprint() -> None:
     rows = {"text": ["one", "two"]}
     first, other = (
-        pipeline_internals.fingerprint_of(datasets.Dataset.from_dict(one)) for one in (rows, {"text": ["one"]})
+        pipeline_internals.fingerprint_of(datasets.Dataset.from_dict(columns)) for columns in (rows, {"text": ["one"]})
     )
     assert first != other
     assert pipeline_internals.fingerprint_of(rows) == ""
@@ -196,20 +196,20 @@ def test_exporter_tables_are_restored() -> None:
 
 
 def test_symbolic_sizes_in_a_trace() -> None:
-    seen: list[Any] = []
+    sizes: list[Any] = []
 
     class Halves(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.extend(
+            sizes.extend(
                 (is_fake(x), hint(x.shape[0] // 2), formula(x.shape[0] // 2), statically_known_true(x.shape[0] > 0))
             )
             return x[: x.shape[0] // 2]
 
     example = torch.ones(6, 3)
     torch.export.export(Halves(), (example,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False)
-    assert seen[:2] == [True, 3]
-    assert seen[2].free_symbols
-    assert seen[3] is True
+    assert sizes[:2] == [True, 3]
+    assert sizes[2].free_symbols
+    assert sizes[3] is True
     assert (hint(3), is_fake(example)) == (None, False)
 
 

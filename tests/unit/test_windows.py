@@ -32,7 +32,7 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 LENGTHS = (1, 3, WINDOW // 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 29)
 
 
-def made(architecture: str) -> Any:
+def small_model(architecture: str) -> Any:
     family = "LEDModel" if architecture.startswith("LED") else "LongformerModel"
     cls = getattr(transformers, architecture)
     torch.manual_seed(0)
@@ -42,7 +42,7 @@ def made(architecture: str) -> Any:
 
 @pytest.fixture(scope="module", params=list(SETTINGS))
 def model(request: pytest.FixtureRequest) -> Any:
-    return made(request.param)
+    return small_model(request.param)
 
 
 def rows(length: int, masks: str) -> dict[str, torch.Tensor]:
@@ -74,16 +74,16 @@ def both(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, tor
 @pytest.mark.parametrize("masks", ["none", "first", "some", "all"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_replacement_gives_equal_outputs(model: Any, length: int, masks: str) -> None:
-    expected, found = both(model, rows(length, masks))
+    expected, output = both(model, rows(length, masks))
     assert expected.abs().max() > 0.1
-    assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
+    assert (output - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
 
 
 @pytest.mark.parametrize("masks", ["none", "some"])
 def test_replacement_gives_equal_float16_outputs(masks: str) -> None:
-    model = made("LongformerModel").half()
-    expected, found = both(model, rows(29, masks))
-    assert (found - expected).abs().max() <= CLOSE[torch.float16] * expected.abs().max()
+    model = small_model("LongformerModel").half()
+    expected, output = both(model, rows(29, masks))
+    assert (output - expected).abs().max() <= CLOSE[torch.float16] * expected.abs().max()
 
 
 def test_global_tokens_change_the_outputs(model: Any) -> None:
@@ -93,21 +93,21 @@ def test_global_tokens_change_the_outputs(model: Any) -> None:
 
 
 def test_layer_returns_zeros_for_padding() -> None:
-    layer = made("LongformerModel").encoder.layer[0].attention.self
+    layer = small_model("LongformerModel").encoder.layer[0].attention.self
     mask = torch.tensor([[0.0, 1.0, 0.0, -1.0], [-1.0, -1.0, 0.0, 0.0]])
     with replaced(layer), torch.inference_mode():
-        found = layer(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)), mask, mask < 0, mask > 0)[0]
-    assert torch.equal(found.abs().amax(dim=2) == 0, mask < 0)
+        output = layer(torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0)), mask, mask < 0, mask > 0)[0]
+    assert torch.equal(output.abs().amax(dim=2) == 0, mask < 0)
 
 
 def test_question_ends_at_the_first_separator() -> None:
-    model = made("LongformerForQuestionAnswering")
+    model = small_model("LongformerForQuestionAnswering")
     inputs = rows(29, "none")
     for row, question in enumerate((4, 9, 0)):
         for place in (question, question + 1, 12):
             inputs["input_ids"][row, place] = model.config.sep_token_id
-    expected, found = both(model, inputs)
-    assert (found - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
+    expected, output = both(model, inputs)
+    assert (output - expected).abs().max() <= CLOSE[torch.float32] * expected.abs().max()
 
 
 def test_attention_outputs_are_refused(model: Any) -> None:

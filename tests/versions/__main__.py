@@ -20,7 +20,7 @@ _LENIENT = (
 _SHOWN = ("transformers", "torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "openvino", "nncf", "numpy")
 
 
-def kept(names: list[str]) -> list[str]:
+def pinned(names: list[str]) -> list[str]:
     """Return the lines of `constraints.txt` that pin the given packages."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = {line.partition("==")[0]: line for line in lines if "==" in line}
@@ -40,7 +40,7 @@ def environment(which: str, interpreter: str, keep: list[str], flags: list[str])
         subprocess.run([interpreter, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"], check=True)
     file = folder / "constraints.txt"
-    file.write_text("\n".join(kept(keep)) + "\n", encoding="utf-8")
+    file.write_text("\n".join(pinned(keep)) + "\n", encoding="utf-8")
     install = [
         python,
         "-m",
