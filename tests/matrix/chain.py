@@ -130,8 +130,8 @@ class Chains:
         dtype, feeds = getattr(torch, case.made_dtype), self.inputs(case)
         model = loaded(case.task, self.source(case.task)).to(dtype)
         with torch.inference_mode():
-            found = dict(model(**{n: t.to(dtype) if t.is_floating_point() else t for n, t in feeds.items()}))
-        return error_of(found, expected, kept_tokens(feeds))
+            outputs = dict(model(**{n: t.to(dtype) if t.is_floating_point() else t for n, t in feeds.items()}))
+        return error_of(outputs, expected, kept_tokens(feeds))
 
     def exported(self, case: Case) -> Artifact:
         """Return the exported artifact of a case. All tests share the exports with default settings."""
@@ -190,18 +190,18 @@ class Chains:
 
     def opened(self, case: Case, artifact: Artifact | Path, tmp_path: Path) -> Any:
         """Open the model of a case from an artifact or a folder."""
-        how, given = parsed(case.option), {}
+        how, loading = parsed(case.option), {}
         if "profile" in how:
             how["profile"] = str(tmp_path / "profile")
         if "provider" in how:
-            given["provider_options"] = how.pop("provider")
+            loading["provider_options"] = how.pop("provider")
         if how:
-            given["session_options"] = SessionOptions.from_dict(how)
+            loading["session_options"] = SessionOptions.from_dict(how)
         cls = model_class(case.task)
         where = {"backend": case.runner, "device": placed(case.device)}
         if isinstance(artifact, Artifact):
-            return cls(artifact, **where, **given)
-        return cls.from_pretrained(artifact, **where, **given)
+            return cls(artifact, **where, **loading)
+        return cls.from_pretrained(artifact, **where, **loading)
 
     def validated(self, case: Case, folder: Path) -> Any:
         """Return the result of `accel.validate` for a case. The result is cached without the session options, because
@@ -230,7 +230,7 @@ class Chains:
 
 def calibration(artifact: Artifact) -> list[Tensors]:
     """Return two calibration batches for the first graph of an artifact, with every input except the KV cache."""
-    config, made = transformers.AutoConfig.from_pretrained(artifact.path), []
+    config, batches = transformers.AutoConfig.from_pretrained(artifact.path), []
     for seed in (1, 2):
         feeds = tiny_batch(artifact.task, config, seed=seed)
         ids = feeds.get("input_ids")
@@ -238,8 +238,8 @@ def calibration(artifact: Artifact) -> list[Tensors]:
             feeds["position_ids"] = torch.arange(ids.shape[1]).repeat(len(ids), 1)
             feeds["logits_to_keep"] = torch.arange(ids.shape[1])
         names = [spec.name for spec in artifact.components[0].inputs if spec.pair is None]
-        made.append({name: feeds[name] for name in names})
-    return made
+        batches.append({name: feeds[name] for name in names})
+    return batches
 
 
 def kept_tokens(feeds: Tensors) -> torch.Tensor | None:
@@ -248,18 +248,18 @@ def kept_tokens(feeds: Tensors) -> torch.Tensor | None:
     return mask.bool() if mask is not None and "decoder_input_ids" not in feeds else None
 
 
-def error_of(found: Mapping[str, Any], expected: Tensors, kept: torch.Tensor | None) -> float:
+def error_of(actual: Mapping[str, Any], expected: Tensors, mask: torch.Tensor | None) -> float:
     """Return the largest relative error of all outputs: the mean absolute difference divided by the mean absolute
     value, without padding tokens.
     """
     worst = 0.0
-    for name, wanted in expected.items():
-        if name not in found or not wanted.is_floating_point():
+    for name, reference in expected.items():
+        if name not in actual or not reference.is_floating_point():
             continue
-        have, want = found[name].float().cpu(), wanted.float().cpu()
+        have, want = actual[name].float().cpu(), reference.float().cpu()
         assert have.shape == want.shape, name
-        if kept is not None and want.shape[:2] == kept.shape:
-            have, want = have[kept], want[kept]
+        if mask is not None and want.shape[:2] == mask.shape:
+            have, want = have[mask], want[mask]
         assert have.isfinite().all(), name
         worst = max(worst, float((have - want).abs().mean() / want.abs().mean()))
     return worst
@@ -275,20 +275,20 @@ _EIGHT_BITS, _FOUR_BITS = 0.3, 0.8
 def tolerance(case: Case) -> float:
     """Return the relative error that rounding can cause in a case."""
     allowed = {"float32": _EXACT, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
-    found = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
+    limit = max(allowed[case.made_dtype], allowed.get(parsed(case.option).get("compute_dtype", ""), 0.0))
     if case.level == "O3" or "tf32" in case.option:
-        found = max(found, _FLOAT16)
+        limit = max(limit, _FLOAT16)
     if "group_size" in case.option:
         # Activations are rounded to 8 bits when a runtime multiplies them with compressed weights.
-        found = max(found, _EIGHT_BITS if case.scheme else found)
+        limit = max(limit, _EIGHT_BITS if case.scheme else limit)
     if convolves_roughly(case):
-        found = max(found, _FLOAT16)
+        limit = max(limit, _FLOAT16)
     if case.scheme:
-        found += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
+        limit += _FOUR_BITS if "int4" in case.scheme else _EIGHT_BITS
     if case.generates and case.made_dtype != "float32":
         # The random weights of tiny generators are large on purpose, so rounding errors grow from layer to layer.
-        found *= 5
-    return found
+        limit *= 5
+    return limit
 
 
 def convolves_roughly(case: Case) -> bool:
@@ -330,11 +330,11 @@ def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:
     """
     if "amx_bf16" not in cpu_flags() or case.runner != "openvino" or case.made_dtype == "float32":
         return None
-    for one in model.modules():
-        if isinstance(one, torch.nn.Conv1d | torch.nn.Conv2d):
-            channels = one.in_channels // one.groups
-            if channels in (2, 4, 8, 16) and channels * one.kernel_size[-1] % 64 == 0:
-                return f"oneDNN misreads {one} in 16 bits on this processor"
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
+            channels = module.in_channels // module.groups
+            if channels in (2, 4, 8, 16) and channels * module.kernel_size[-1] % 64 == 0:
+                return f"oneDNN misreads {module} in 16 bits on this processor"
     return None
 
 

@@ -41,20 +41,20 @@ def cover(
     """
     order = np.random.default_rng(seed).permutation(len(cases))
     shuffled = [cases[i] for i in order]
-    wanted, met = _table([list(targets(case)) for case in shuffled])
+    target_rows, met = _table([list(targets(case)) for case in shuffled])
     made_by = [stages(case) for case in shuffled]
-    needed, made = _table([list(one) for one in made_by])
-    cost = np.zeros(len(made))
-    for row, one in zip(needed, made_by, strict=True):
-        cost[row[: len(one)]] = list(one.values())
+    needed, available = _table([list(costs) for costs in made_by])
+    cost = np.zeros(len(available))
+    for row, costs in zip(needed, made_by, strict=True):
+        cost[row[: len(costs)]] = list(costs.values())
     chosen: list[int] = []
     while not met.all():
-        gain = (~met)[wanted].sum(axis=1)
-        price = seconds + np.where(made, 0.0, cost)[needed].sum(axis=1)
+        gain = (~met)[target_rows].sum(axis=1)
+        price = seconds + np.where(available, 0.0, cost)[needed].sum(axis=1)
         best = int(np.argmax(gain / price))
-        met[wanted[best]], made[needed[best]] = True, True
+        met[target_rows[best]], available[needed[best]] = True, True
         chosen.append(best)
-    return [shuffled[i] for i in _without_spare({i: np.unique(wanted[i]) for i in chosen}, len(met))]
+    return [shuffled[i] for i in _without_spare({i: np.unique(target_rows[i]) for i in chosen}, len(met))]
 
 
 def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
@@ -69,13 +69,13 @@ def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
     times[-1] = len(meets) + 1
     for targets in meets.values():
         times[targets] += 1
-    kept = []
+    necessary = []
     for i, targets in meets.items():
         if (times[targets] > 1).all():
             times[targets] -= 1
         else:
-            kept.append(i)
-    return kept
+            necessary.append(i)
+    return necessary
 
 
 def _table(rows: Sequence[Sequence[Hashable]]) -> tuple[np.ndarray, np.ndarray]:

@@ -50,11 +50,11 @@ def prompt(family: str) -> dict[str, torch.Tensor]:
 def test_numpy_inputs_give_numpy_outputs(task: str, tiny_artifact: Artifacts) -> None:
     model = classed(task)(tiny_artifact(FAMILY[task], task))
     feeds = tiny_batch(task, model.config)
-    expected, found = model(**feeds), model(**{name: value.numpy() for name, value in feeds.items()})
-    assert list(found) == list(expected)
+    expected, outputs = model(**feeds), model(**{name: value.numpy() for name, value in feeds.items()})
+    assert list(outputs) == list(expected)
     for name in expected:
-        assert isinstance(found[name], np.ndarray)
-        assert np.array_equal(found[name], expected[name].numpy())
+        assert isinstance(outputs[name], np.ndarray)
+        assert np.array_equal(outputs[name], expected[name].numpy())
 
 
 @pytest.mark.parametrize("task", ENCODERS)
@@ -65,10 +65,10 @@ def test_tuple_outputs_and_positional_inputs(task: str, tiny_artifact: Artifacts
     first = feeds.pop(original.main_input_name)
     with torch.inference_mode():
         expected = original(first, **feeds, return_dict=False)
-    found = model(first, **feeds, return_dict=False)
-    assert isinstance(found, tuple)
-    assert len(found) == len(expected)
-    assert max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)) <= 1e-4
+    outputs = model(first, **feeds, return_dict=False)
+    assert isinstance(outputs, tuple)
+    assert len(outputs) == len(expected)
+    assert max(float((output - other).abs().max()) for output, other in zip(outputs, expected, strict=True)) <= 1e-4
     assert task == "feature-extraction" or type(model(first, **feeds)).__name__ == task_spec(task).output
 
 
@@ -102,7 +102,10 @@ def test_saved_and_loaded_from_a_subfolder(family: str, how: str, generator: Art
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=pytest.mark.thorough) if one in ("vit-gpt2", "whisper") else one for one in FAMILIES],
+    [
+        pytest.param(family_name, marks=pytest.mark.thorough) if family_name in ("vit-gpt2", "whisper") else family_name
+        for family_name in FAMILIES
+    ],
 )
 def test_rows_do_not_depend_on_their_batch(family: str, generator: Artifacts) -> None:
     model = classed(GENERATORS[family][0])(generator(family))
@@ -113,12 +116,14 @@ def test_rows_do_not_depend_on_their_batch(family: str, generator: Artifacts) ->
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("given", [{}, [{}], {"provider": "CPUExecutionProvider"}], ids=["dict", "list", "provider"])
+@pytest.mark.parametrize(
+    "runtime_options", [{}, [{}], {"provider": "CPUExecutionProvider"}], ids=["dict", "list", "provider"]
+)
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_native_onnx_runtime_options(family: str, given: Any, generator: Artifacts) -> None:
+def test_native_onnx_runtime_options(family: str, runtime_options: Any, generator: Artifacts) -> None:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    how = given if "provider" in given else {"provider_options": given}
+    how = runtime_options if "provider" in runtime_options else {"provider_options": runtime_options}
     model = classed(GENERATORS[family][0]).from_pretrained(generator(family).path, session_options=options, **how)
     assert model.backend == "cpu"
     for session in model.sessions.values():

@@ -57,8 +57,8 @@ def parameters(cases: tuple[Case, ...], *marks: pytest.MarkDecorator) -> list[An
 
 def answers(model: Any, feeds: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     with torch.inference_mode():
-        found = model(**feeds)
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        outputs = model(**feeds)
+    return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
     artifact = chains.made(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
     feeds = chains.inputs(case)
-    kept = kept_tokens(feeds)
+    mask = kept_tokens(feeds)
     model = chains.opened(case, artifact, tmp_path)
-    found = answers(model, feeds)
+    outputs = answers(model, feeds)
     if case.capture.partition("=")[0] not in ("pooling", "normalize"):
-        assert found.keys() & expected.keys()
-    error = error_of(found, expected, kept)
+        assert outputs.keys() & expected.keys()
+    error = error_of(outputs, expected, mask)
     # Some models amplify rounding errors, and PyTorch in the same data type then also has a large error.
     assert error <= tolerance(case) or error <= 2 * chains.rounding(case)
     assert (model.backend, model.device.type) == (case.runner, case.device if case.device != "auto" else "cpu")
     model.save_pretrained(tmp_path / "saved")
     again = answers(chains.opened(case, tmp_path / "saved", tmp_path), feeds)
-    assert error_of(again, found, kept) <= 1e-5
+    assert error_of(again, outputs, mask) <= 1e-5
     check = chains.validated(case, tmp_path / "saved")
     # The tolerance of `accel.validate` considers data types, but it does not consider approximations and quantization.
     rough = (
@@ -110,40 +110,42 @@ def left_out() -> dict[Refusal, Case]:
     """
 
     def is_short(case: Case) -> bool:
-        told = [word for word in (case.capture, case.setting, case.option) if word]
+        settings = [word for word in (case.capture, case.setting, case.option) if word]
         plain = case.dtype == "float32" and not case.level
-        return len(told) <= 1 and (plain or case.task in tasks[-2:])
+        return len(settings) <= 1 and (plain or case.task in tasks[-2:])
 
     tasks = (
         "text-classification", "text-generation", "text2text-generation", "image-classification", "mask-generation",
         "table-question-answering", "keypoint-matching",
     )  # fmt: skip
-    found: dict[Refusal, Case] = {}
+    cases: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):
         why = refusal(case)
         # Quantizers for GPUs check their settings before they check for a GPU, so their refusals can be tested on every
         # machine.
         if why is not None and (case.on_host or case.quantizer in ("cuda", "tensorrt")):
-            found.setdefault(why, case)
-            if len(found) == len(REFUSALS):
+            cases.setdefault(why, case)
+            if len(cases) == len(REFUSALS):
                 break
-    return found
+    return cases
 
 
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=one.message.replace(" ", "-"), marks=pytest.mark.thorough if one.takes_long else ())
-        for number, one in enumerate(REFUSALS)
+        pytest.param(
+            number, id=refusal.message.replace(" ", "-"), marks=pytest.mark.thorough if refusal.takes_long else ()
+        )
+        for number, refusal in enumerate(REFUSALS)
     ],
 )
 def test_refused_combination_raises(number: int, chains: Chains, tmp_path: Path) -> None:
-    wanted = REFUSALS[number]
-    case = left_out().get(wanted)
-    if case is None and wanted.unless:
-        pytest.skip(wanted.unless)
+    refusal_of_case = REFUSALS[number]
+    case = left_out().get(refusal_of_case)
+    if case is None and refusal_of_case.unless:
+        pytest.skip(refusal_of_case.unless)
     assert case is not None, "nothing declares it any more: leave the refusal out"
-    with pytest.raises(AccelError, match=wanted.message):
+    with pytest.raises(AccelError, match=refusal_of_case.message):
         answers(chains.opened(case, chains.made(case), tmp_path), chains.inputs(case))
 
 
@@ -171,36 +173,36 @@ def test_every_declared_capability_has_a_case() -> None:
                 *(("device", device) for device in capability.devices if stage == "run"),
                 *(("dtype", dtype) for dtype in capability.dtypes),
                 *(("scheme", scheme) for scheme in capability.schemes),
-                *(("setting", f"{one.scheme} {name}") for one in capability.settings for name in one.names),
+                *(("setting", f"{item.scheme} {name}") for item in capability.settings for name in item.names),
                 *(("option", name) for name in capability.options),
                 *(("task", task) for task in CASE_TASKS if among(task, capability.tasks)),
             ]
-            seen = {word for case in mine for word in _values(case, stage)}
+            tested = {word for case in mine for word in _values(case, stage)}
             missing += [
-                f"{spec.name} {stage} {format}: {kind} {value}" for kind, value in words if (kind, value) not in seen
+                f"{spec.name} {stage} {format}: {kind} {value}" for kind, value in words if (kind, value) not in tested
             ]
             if "*" in capability.tasks:
                 tasks = {case.task for case in valid if case.runner == spec.name}
                 able = {task for task in CASE_TASKS if capability.does(task)}
-                missing += [f"{spec.name} {stage} {format}: task {one}" for one in able - tasks if stage == "run"]
+                missing += [f"{spec.name} {stage} {format}: task {item}" for item in able - tasks if stage == "run"]
     assert set(missing) == NOT_MADE_HERE, "declared, and in no case, or the other way round:\n" + "\n".join(missing)
 
 
 def test_every_setting_has_test_values() -> None:
-    known = {
+    settings = {
         ExportConfig: {*CAPTURES, "dtype", "options"},
         OptimizeConfig: {"level", "disable", "enable", "atol"},
         QuantizeConfig: {*SETTINGS, "scheme", "preset", "samples", "seed"},
         SessionOptions: {*OPTIONS, "native"},
     }
-    for config, names in known.items():
+    for config, names in settings.items():
         assert {field.name for field in fields(config)} == names, f"{config.__name__}: add a value to try to cases.py"
 
 
 def test_cover_contains_every_pair() -> None:
     pool = [{"a": str(a), "b": str(b), "c": str(a + b)} for a in range(4) for b in range(4) if a != 3 or b != 3]
     chosen = cover(pool, pairs, seed=1)
-    assert {pair for one in chosen for pair in pairs(one)} == {pair for one in pool for pair in pairs(one)}
+    assert {pair for case in chosen for pair in pairs(case)} == {pair for case in pool for pair in pairs(case)}
     assert chosen == cover(pool, pairs, seed=1)
     assert len(chosen) == len(pool), "a and b are free, so that each of their pairs needs a case of its own"
     assert len(cover([{"a": str(a), "b": "0"} for a in (0, 1, 1, 1)], pairs)) == 2
@@ -220,15 +222,15 @@ def _does(case: Case, backend: str, stage: str, consumes: str | None, produces: 
 
 def _values(case: Case, stage: str) -> list[tuple[str, str]]:
     dtypes = {"export": [case.dtype], "optimize": [case.dtype, case.made_dtype]}.get(stage, [case.made_dtype])
-    found = [("device", case.device), ("task", case.task), *(("dtype", dtype) for dtype in dtypes)]
+    values = [("device", case.device), ("task", case.task), *(("dtype", dtype) for dtype in dtypes)]
     if stage == "optimize":
-        found.append(("scheme", case.level))
+        values.append(("scheme", case.level))
     if stage == "quantize":
-        found += [("scheme", case.scheme), ("setting", f"{case.scheme} {case.setting.partition('=')[0]}")]
+        values += [("scheme", case.scheme), ("setting", f"{case.scheme} {case.setting.partition('=')[0]}")]
     if stage == "export":
-        found += [("option", name) for name in parsed(case.capture).get("options", ())]
+        values += [("option", name) for name in parsed(case.capture).get("options", ())]
     if stage == "run":
-        found += [("option", name) for name in parsed(case.option).get("provider", ())]
+        values += [("option", name) for name in parsed(case.option).get("provider", ())]
         if case.scheme.endswith("int8"):
-            found.append(("dtype", "int8"))
-    return found
+            values.append(("dtype", "int8"))
+    return values

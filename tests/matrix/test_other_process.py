@@ -64,16 +64,16 @@ def test_outputs_are_equal_in_another_process(chains: Chains, tmp_path: Path) ->
         model = model_class(case.task)(chains.made(case), backend=case.runner)
         model.save_pretrained(folder / "model")
         feeds = chains.inputs(case)
-        found = model(**feeds)
-        expected[name] = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+        outputs = model(**feeds)
+        expected[name] = {key: value for key, value in outputs.items() if isinstance(value, torch.Tensor)}
         torch.save({"feeds": feeds, "backend": case.runner, "names": list(expected[name])}, folder / "given.pt")
     folders = [str(tmp_path / name) for name in SAVED]
     done = subprocess.run([sys.executable, "-c", CHILD, *folders], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for name, wanted in expected.items():
-        found = torch.load(tmp_path / name / "found.pt")
-        for output, value in wanted.items():
-            assert torch.allclose(found[output], value, atol=1e-5), (name, output)
+    for name, expected_outputs in expected.items():
+        outputs = torch.load(tmp_path / name / "found.pt")
+        for output, value in expected_outputs.items():
+            assert torch.allclose(outputs[output], value, atol=1e-5), (name, output)
 
 
 @pytest.mark.thorough  # the search times all candidates of three backends, which takes minutes
@@ -84,23 +84,23 @@ def test_tune_tries_every_cpu_backend(tiny_folder: Callable[..., Path], tmp_path
     texts = [" ".join(words[i % 7 : i % 7 + 2 + i % 6]) for i in range(20)]
     # The labels are PyTorch's predictions, so the accuracy in the search is the agreement with PyTorch.
     rows = [{"text": text, "label": classify(text)[0]["label"]} for text in texts]
-    found = accel.tune(
+    tuning = accel.tune(
         folder, tmp_path / "tuned", data=rows, calibration=rows, max_drop=50.0, sequence=(8,),
         backends=CPU_BACKENDS, threads=1, time_limit_s=300,
     )  # fmt: skip
     # Candidates that the search skipped without a trial have an empty backend name.
-    assert {trial.backend for trial in found.trials} - {""} == set(CPU_BACKENDS)
-    assert found.rows == 20
-    assert registry.describe(found.winner.backend).capability("run", found.artifact.format) is not None
-    assert found.winner.drop <= 50.0
+    assert {trial.backend for trial in tuning.trials} - {""} == set(CPU_BACKENDS)
+    assert tuning.rows == 20
+    assert registry.describe(tuning.winner.backend).capability("run", tuning.artifact.format) is not None
+    assert tuning.winner.drop <= 50.0
 
 
 @pytest.mark.thorough
 def test_tune_a_generating_model(chains: Chains, tmp_path: Path) -> None:
     rows = [{"text": " ".join(["where is my card"] * (1 + i % 3))} for i in range(20)]
-    found = accel.tune(
+    tuning = accel.tune(
         chains.source("text-generation"), tmp_path / "tuned", data=rows, max_drop=1000.0, sequence=(8,),
         backends=("cpu", "pytorch"), threads=1, time_limit_s=300,
     )  # fmt: skip
-    assert found.artifact.task == "text-generation"
-    assert sum(trial.winner for trial in found.trials) == 1
+    assert tuning.artifact.task == "text-generation"
+    assert sum(trial.winner for trial in tuning.trials) == 1

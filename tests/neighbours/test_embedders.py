@@ -30,20 +30,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> Any:
+def expected(folder: Path) -> Any:
     return st.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
 
 
-def test_langchain(folder: Path, wanted: Any) -> None:
+def test_langchain(folder: Path, expected: Any) -> None:
     langchain = pytest.importorskip("langchain_huggingface", reason="needs langchain-huggingface")
     embedder = langchain.HuggingFaceEmbeddings(
         model_name=str(folder), model_kwargs={"backend": "onnx", "device": "cpu"}
     )
-    np.testing.assert_allclose(embedder.embed_documents(TEXTS), wanted, **CLOSE)
-    np.testing.assert_allclose(embedder.embed_query(TEXTS[0]), wanted[0], **CLOSE)
+    np.testing.assert_allclose(embedder.embed_documents(TEXTS), expected, **CLOSE)
+    np.testing.assert_allclose(embedder.embed_query(TEXTS[0]), expected[0], **CLOSE)
 
 
-def test_custom_langchain_embedder_with_accel_model(folder: Path, wanted: Any) -> None:
+def test_custom_langchain_embedder_with_accel_model(folder: Path, expected: Any) -> None:
     core = pytest.importorskip("langchain_core.embeddings", reason="needs langchain-core")
     import accel
 
@@ -59,11 +59,11 @@ def test_custom_langchain_embedder_with_accel_model(folder: Path, wanted: Any) -
 
     stores = pytest.importorskip("langchain_core.vectorstores")
     store = stores.InMemoryVectorStore.from_texts(TEXTS, Accelerated())
-    np.testing.assert_allclose(Accelerated().embed_documents(TEXTS), wanted, **CLOSE)
+    np.testing.assert_allclose(Accelerated().embed_documents(TEXTS), expected, **CLOSE)
     assert store.similarity_search(TEXTS[1], k=1)[0].page_content == TEXTS[1]
 
 
-def test_haystack(folder: Path, wanted: Any) -> None:
+def test_haystack(folder: Path, expected: Any) -> None:
     pytest.importorskip("haystack", reason="needs haystack-ai")
     try:
         from haystack.components.embedders import (  # newer versions of Haystack have these classes in a separate integration
@@ -87,8 +87,8 @@ def test_haystack(folder: Path, wanted: Any) -> None:
     }
     text = SentenceTransformersTextEmbedder(**settings)
     text.warm_up()
-    np.testing.assert_allclose(text.run(text=TEXTS[0])["embedding"], wanted[0], **CLOSE)
+    np.testing.assert_allclose(text.run(text=TEXTS[0])["embedding"], expected[0], **CLOSE)
     documents = SentenceTransformersDocumentEmbedder(**settings)
     documents.warm_up()
-    made = documents.run(documents=[Document(content=one) for one in TEXTS])["documents"]
-    np.testing.assert_allclose([one.embedding for one in made], wanted, **CLOSE)
+    embedded = documents.run(documents=[Document(content=document) for document in TEXTS])["documents"]
+    np.testing.assert_allclose([document.embedding for document in embedded], expected, **CLOSE)

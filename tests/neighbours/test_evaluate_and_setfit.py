@@ -39,7 +39,7 @@ def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         accel.pipeline("text-classification", model=accel.ORTModelForSequenceClassification.from_pretrained(source)),
         transformers.pipeline("text-classification", model=str(source), device="cpu"),
     ]
-    found = [
+    accuracies = [
         evaluator.compute(
             model_or_pipeline=pipe,
             data=data,
@@ -50,9 +50,9 @@ def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )["share"]
         for pipe in pipes
     ]
-    assert found[0] == found[1]
-    predicted = [mapping[one["label"]] for one in pipes[1](ROWS["text"])]
-    assert found[0] == np.mean(np.array(predicted) == np.array(ROWS["label"]))
+    assert accuracies[0] == accuracies[1]
+    predicted = [mapping[prediction["label"]] for prediction in pipes[1](ROWS["text"])]
+    assert accuracies[0] == np.mean(np.array(predicted) == np.array(ROWS["label"]))
 
 
 CLASSES = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
@@ -68,9 +68,10 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize(
-    "given", ["model", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("folder", "pipeline", "PyTorch"))]
+    "subject",
+    ["model", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("folder", "pipeline", "PyTorch"))],
 )
-def test_text_evaluator(given: str, share: Any, tmp_path: Path) -> None:
+def test_text_evaluator(subject: str, share: Any, tmp_path: Path) -> None:
     import datasets
     import transformers
 
@@ -84,13 +85,13 @@ def test_text_evaluator(given: str, share: Any, tmp_path: Path) -> None:
         "folder": lambda: {"model_or_pipeline": str(source)},
         "pipeline": lambda: {"model_or_pipeline": accel.pipeline("text-classification", model=str(source))},
         "PyTorch": lambda: {"model_or_pipeline": original, "tokenizer": tokenizer},
-    }[given]()
-    found = evaluator("text-classification").compute(
+    }[subject]()
+    results = evaluator("text-classification").compute(
         data=datasets.Dataset.from_dict(ROWS), metric=share, label_mapping=CLASSES, **settings
     )
     predicted = original(**tokenizer(ROWS["text"], padding=True, return_tensors="pt")).logits.argmax(-1)
-    assert found["share"] == np.mean(predicted.numpy() == np.array(ROWS["label"]))
-    assert found["samples_per_second"] > 0
+    assert results["share"] == np.mean(predicted.numpy() == np.array(ROWS["label"]))
+    assert results["samples_per_second"] > 0
 
 
 @pytest.mark.thorough
@@ -104,12 +105,12 @@ def test_image_evaluator(share: Any, tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     pictures = [Image.fromarray(draw.integers(0, 255, (32, 32, 3), np.uint8)) for _ in range(3)]
     data = datasets.Dataset.from_dict({"image": pictures, "label": [0, 1, 2]}).cast_column("image", datasets.Image())
-    found = evaluator("image-classification").compute(
+    results = evaluator("image-classification").compute(
         accel.ORTModelForImageClassification.from_pretrained(source), data=data, metric=share, label_mapping=CLASSES
     )
     pipe = accel.pipeline("image-classification", model=str(source))
-    wanted = [CLASSES[pipe(picture, top_k=1)[0]["label"]] for picture in pictures]
-    assert found["share"] == np.mean(np.array(wanted) == np.arange(3))
+    predicted = [CLASSES[pipe(picture, top_k=1)[0]["label"]] for picture in pictures]
+    assert results["share"] == np.mean(np.array(predicted) == np.arange(3))
 
 
 @pytest.mark.thorough

@@ -25,11 +25,11 @@ SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
-    made = save_generator(tmp_path_factory.mktemp("openai") / "tiny", "llama")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    saved = save_generator(tmp_path_factory.mktemp("openai") / "tiny", "llama")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    tokenizer.save_pretrained(made)
-    return made
+    tokenizer.save_pretrained(saved)
+    return saved
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def expected(model: Any) -> str:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.artifact.path)
     inputs = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.inference_mode():
-        found = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    return str(tokenizer.decode(found, skip_special_tokens=True))
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def test_eight_simultaneous_chats(url: str, model: Any) -> None:
@@ -85,9 +85,9 @@ def test_eight_simultaneous_chats(url: str, model: Any) -> None:
 
 def test_completions(url: str) -> None:
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        found = client.completions.create(prompt=["where is my card", "help"], **SETTINGS)
-        assert [choice.index for choice in found.choices] == [0, 1]
-        assert found.usage.completion_tokens == 24
+        completion = client.completions.create(prompt=["where is my card", "help"], **SETTINGS)
+        assert [choice.index for choice in completion.choices] == [0, 1]
+        assert completion.usage.completion_tokens == 24
         with pytest.raises(openai.UnprocessableEntityError, match="n: "):
             client.chat.completions.create(messages=MESSAGES, n=2, **SETTINGS)
         with pytest.raises(openai.NotFoundError, match="no model"):

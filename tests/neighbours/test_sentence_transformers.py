@@ -38,25 +38,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(folder: Path) -> Any:
+def expected(folder: Path) -> Any:
     return st.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bi_encoder(folder: Path, wanted: Any, backend: str) -> None:
+def test_bi_encoder(folder: Path, expected: Any, backend: str) -> None:
     model = st.SentenceTransformer(str(folder), backend=backend, device="cpu")
     assert type(model.transformers_model).__module__.startswith("accel.")
-    np.testing.assert_allclose(model.encode(TEXTS), wanted, **CLOSE)
+    np.testing.assert_allclose(model.encode(TEXTS), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_saved_model_is_loaded_without_another_export(
-    folder: Path, wanted: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, expected: Any, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     st.SentenceTransformer(str(folder), backend=backend, device="cpu").save_pretrained(str(tmp_path / "saved"))
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     model = st.SentenceTransformer(str(tmp_path / "saved"), backend=backend, device="cpu")
-    np.testing.assert_allclose(model.encode(TEXTS), wanted, **CLOSE)
+    np.testing.assert_allclose(model.encode(TEXTS), expected, **CLOSE)
     assert not (tmp_path / "home").exists()
     assert (tmp_path / "saved" / backend / ("model.onnx" if backend == "onnx" else "openvino_model.xml")).is_file()
 
@@ -64,9 +64,9 @@ def test_saved_model_is_loaded_without_another_export(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cross_encoder(tmp_path_factory: pytest.TempPathFactory, backend: str) -> None:
     source = save_tiny(tmp_path_factory.mktemp("cross") / "bert", "bert", num_labels=1)
-    wanted = st.CrossEncoder(str(source), device="cpu").predict(PAIRS)
-    found = st.CrossEncoder(str(source), backend=backend, device="cpu").predict(PAIRS)
-    np.testing.assert_allclose(found, wanted, **CLOSE)
+    expected = st.CrossEncoder(str(source), device="cpu").predict(PAIRS)
+    scores = st.CrossEncoder(str(source), backend=backend, device="cpu").predict(PAIRS)
+    np.testing.assert_allclose(scores, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,13 +76,13 @@ def test_sparse_encoder(tmp_path_factory: pytest.TempPathFactory, backend: str) 
     def encode(**settings: Any) -> Any:
         return st.SparseEncoder(str(source), device="cpu", **settings).encode(TEXTS).to_dense().numpy()
 
-    wanted = encode()
-    assert wanted.any()
-    np.testing.assert_allclose(encode(backend=backend), wanted, **CLOSE)
+    expected = encode()
+    assert expected.any()
+    np.testing.assert_allclose(encode(backend=backend), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])
-def test_export_optimized_onnx_model(folder: Path, wanted: Any, level: str) -> None:
+def test_export_optimized_onnx_model(folder: Path, expected: Any, level: str) -> None:
     model = st.SentenceTransformer(str(folder), backend="onnx", device="cpu")
     st.export_optimized_onnx_model(model, level, str(folder))
     kwargs = {"file_name": f"model_{level}.onnx"}
@@ -90,21 +90,21 @@ def test_export_optimized_onnx_model(folder: Path, wanted: Any, level: str) -> N
     assert again.transformers_model.path.name == f"model_{level}.onnx"
     # Level O3 approximates GELU, so it needs a larger tolerance.
     atol = 1e-5 if level == "O1" else 1e-2
-    np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=atol)
+    np.testing.assert_allclose(again.encode(TEXTS), expected, rtol=0.0, atol=atol)
 
 
-def test_export_dynamic_quantized_onnx_model(folder: Path, wanted: Any) -> None:
+def test_export_dynamic_quantized_onnx_model(folder: Path, expected: Any) -> None:
     model = st.SentenceTransformer(str(folder), backend="onnx", device="cpu")
     st.export_dynamic_quantized_onnx_model(model, "avx512_vnni", str(folder))
     kwargs = {"file_name": "onnx/model_qint8_avx512_vnni.onnx"}
     again = st.SentenceTransformer(str(folder), backend="onnx", device="cpu", model_kwargs=kwargs)
     assert again.transformers_model.artifact.manifest.quantization.scheme == "int8"
-    found = again.encode(TEXTS)
-    assert not np.allclose(found, wanted, **CLOSE)
-    np.testing.assert_allclose(found, wanted, rtol=0.0, atol=QUANTIZED)
+    embeddings = again.encode(TEXTS)
+    assert not np.allclose(embeddings, expected, **CLOSE)
+    np.testing.assert_allclose(embeddings, expected, rtol=0.0, atol=QUANTIZED)
 
 
-def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_path: Path) -> None:
+def test_export_static_quantized_openvino_model(folder: Path, expected: Any, tmp_path: Path) -> None:
     # The helper function of sentence-transformers loads a data set by its name. Use a local data set, with rows that
     # fit into the model's 96 positions.
     (tmp_path / "data").mkdir()
@@ -135,17 +135,17 @@ def test_export_static_quantized_openvino_model(folder: Path, wanted: Any, tmp_p
     kwargs = {"file_name": "openvino/openvino_model_qint8_quantized.xml"}
     again = st.SentenceTransformer(str(folder), backend="openvino", device="cpu", model_kwargs=kwargs)
     assert again.transformers_model.artifact.manifest.quantization.scheme == "static-int8"
-    np.testing.assert_allclose(again.encode(TEXTS), wanted, rtol=0.0, atol=QUANTIZED)
+    np.testing.assert_allclose(again.encode(TEXTS), expected, rtol=0.0, atol=QUANTIZED)
 
 
 def test_exported_names_equal_the_names_that_sentence_transformers_imports() -> None:
     import ast
     import importlib
 
-    asked: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for path in (Path(st.__file__).parent / "backend").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optimum."):
-                asked.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
-    assert asked
-    assert {name: set(importlib.import_module(name).__all__) for name in asked} == asked
+                imported.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+    assert imported
+    assert {name: set(importlib.import_module(name).__all__) for name in imported} == imported

@@ -52,11 +52,11 @@ def address(models: dict[str, accel.ORTModel]) -> Iterator[str]:
 def test_openai(encoding: str | None, address: str, models: dict[str, accel.ORTModel]) -> None:
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"http://{address}/v1", api_key="secret") as client:
-        assert [one.id for one in client.models.list().data] == list(models)
+        assert [item.id for item in client.models.list().data] == list(models)
         chosen = {} if encoding is None else {"encoding_format": encoding}
-        found = client.embeddings.create(model="vectors", input=TEXTS, **chosen)
+        response = client.embeddings.create(model="vectors", input=TEXTS, **chosen)
         expected = models["vectors"].encode(TEXTS, normalize_embeddings=True)  # type: ignore[attr-defined]
-        assert np.allclose([one.embedding for one in found.data], expected, atol=1e-5)
+        assert np.allclose([item.embedding for item in response.data], expected, atol=1e-5)
         with pytest.raises(openai.NotFoundError, match="no model 'nope'"):
             client.embeddings.create(model="nope", input="help")
     stranger = openai.OpenAI(base_url=f"http://{address}/v1", api_key="wrong", max_retries=0)
@@ -73,18 +73,18 @@ def test_triton(binary: bool, address: str, models: dict[str, accel.ORTModel]) -
         assert client.is_server_ready()
         assert client.is_model_ready("labels", headers=headers)
         metadata = client.get_model_metadata("labels", headers=headers)
-        assert {one["name"] for one in metadata["inputs"]} >= {"input_ids", "attention_mask"}
+        assert {tensor["name"] for tensor in metadata["inputs"]} >= {"input_ids", "attention_mask"}
         feeds = {
             "input_ids": np.array([[2, 9, 11, 3], [2, 12, 3, 0]]),
             "attention_mask": np.array([[1] * 4, [1, 1, 1, 0]]),
         }
         inputs = []
         for name, values in feeds.items():
-            one = http.InferInput(name, list(values.shape), "INT64")
-            one.set_data_from_numpy(values, binary_data=binary)
-            inputs.append(one)
-        wanted = [http.InferRequestedOutput("logits", binary_data=binary)]
-        answer = client.infer("labels", inputs, outputs=wanted, request_id="7", headers=headers)
+            tensor = http.InferInput(name, list(values.shape), "INT64")
+            tensor.set_data_from_numpy(values, binary_data=binary)
+            inputs.append(tensor)
+        requested = [http.InferRequestedOutput("logits", binary_data=binary)]
+        answer = client.infer("labels", inputs, outputs=requested, request_id="7", headers=headers)
         expected = models["labels"](**{name: torch.from_numpy(values) for name, values in feeds.items()}).logits
         assert np.allclose(answer.as_numpy("logits"), expected, atol=1e-5)
         assert answer.get_response()["id"] == "7"
@@ -97,15 +97,15 @@ def test_triton_with_texts(binary: bool, address: str, models: dict[str, accel.O
     texts = ["where is my card", "die Bänk 👩"]
     with http.InferenceServerClient(address) as client:
         (described,) = client.get_model_metadata("labels.text", headers=headers)["inputs"]
-        given = http.InferInput(described["name"], [2, 1], described["datatype"])
-        given.set_data_from_numpy(np.array([[text] for text in texts], dtype=object), binary_data=binary)
-        wanted = [http.InferRequestedOutput(name, binary_data=binary) for name in ("LABEL", "SCORE")]
-        answer = client.infer("labels.text", [given], outputs=wanted, headers=headers)
-        found = answer.as_numpy("LABEL")[:, 0]
-        labels = [one.decode() if isinstance(one, bytes) else one for one in found]
+        text_input = http.InferInput(described["name"], [2, 1], described["datatype"])
+        text_input.set_data_from_numpy(np.array([[text] for text in texts], dtype=object), binary_data=binary)
+        requested = [http.InferRequestedOutput(name, binary_data=binary) for name in ("LABEL", "SCORE")]
+        answer = client.infer("labels.text", [text_input], outputs=requested, headers=headers)
+        labels_of_answer = answer.as_numpy("LABEL")[:, 0]
+        labels = [item.decode() if isinstance(item, bytes) else item for item in labels_of_answer]
         expected = accel.pipeline("text-classification", model=models["labels"])(texts)
-        assert labels == [one["label"] for one in expected]
-        assert np.allclose(answer.as_numpy("SCORE")[:, 0], [one["score"] for one in expected], atol=1e-4)
+        assert labels == [item["label"] for item in expected]
+        assert np.allclose(answer.as_numpy("SCORE")[:, 0], [item["score"] for item in expected], atol=1e-4)
         with pytest.raises(http.InferenceServerException, match="Not Found"):
             client.get_model_repository_index(headers=headers)
 

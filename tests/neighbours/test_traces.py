@@ -40,22 +40,22 @@ def client(
         "labels": tiny_folder("bert", "text-classification"),
         "chat": shared("traced-chat", lambda folder: save_generator(folder, "llama")),
     }
-    with TestClient(create_app(accel.Engine(folders, backend="pytorch"), traces=provider)) as made:
-        yield made
+    with TestClient(create_app(accel.Engine(folders, backend="pytorch"), traces=provider)) as test_client:
+        yield test_client
     # The trace provider belongs to the caller, so the server must not shut it down.
     exporter.clear()
     provider.get_tracer("mine").start_span("after").end()
-    assert [one.name for one in exporter.get_finished_spans()] == ["after"]
+    assert [span.name for span in exporter.get_finished_spans()] == ["after"]
 
 
 def spans(exporter: InMemorySpanExporter) -> tuple[Any, list[Any]]:
     """Return the span of the request, and the spans inside it in the order of their start times."""
-    found = exporter.get_finished_spans()
+    finished = exporter.get_finished_spans()
     exporter.clear()
-    (outer,) = (one for one in found if one.name.startswith("POST"))
-    inner = [one for one in found if one is not outer]
-    assert all(one.parent.span_id == outer.context.span_id for one in inner)
-    return outer, sorted(inner, key=lambda one: one.start_time)
+    (outer,) = (span for span in finished if span.name.startswith("POST"))
+    inner = [span for span in finished if span is not outer]
+    assert all(span.parent.span_id == outer.context.span_id for span in inner)
+    return outer, sorted(inner, key=lambda span: span.start_time)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_request_is_a_span_of_the_callers_trace(
     assert f"{outer.parent.span_id:016x}" == PARENT
     assert outer.attributes["accel.request_id"] == answer.headers["x-request-id"]
     assert outer.attributes["http.response.status_code"] == 200
-    assert [one.name for one in inner] == STEPS
-    times = [outer.start_time, *(time for one in inner for time in (one.start_time, one.end_time)), outer.end_time]
+    assert [span.name for span in inner] == STEPS
+    times = [outer.start_time, *(time for span in inner for time in (span.start_time, span.end_time)), outer.end_time]
     assert times == sorted(times)
     # A streamed response is computed while it is sent, so the last step has a duration.
     assert inner[-1].end_time - inner[-1].start_time > 0

@@ -38,20 +38,20 @@ Results join those that the JSON file has of other tests. An hour on two process
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    argument_parser = argparse.ArgumentParser(
         prog="python -m tests.optimum_suite",
         description="Optimum's own tests of optimum.onnxruntime through accel.compat.optimum, on small local models.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
+    add = argument_parser.add_argument
     add("--clone", type=Path, required=True, metavar="PATH", help="a clone of github.com/huggingface/optimum-onnx")
     add("--only", default="", metavar="PATTERN", help="tests that pytest's -k chooses by this")
     add("--json", type=Path, metavar="FILE", help="what became of each test, by file and as a list of failures")
     add("--rest", action="store_true", help="only tests of which the JSON file has nothing yet")
     add("--jobs", type=int, default=2, metavar="N", help="processes (default: %(default)s)")
     add("--cache", type=Path, default=_CACHE, metavar="DIR", help="where models are kept (default: %(default)s)")
-    return made
+    return argument_parser
 
 
 def main() -> int:
@@ -65,17 +65,17 @@ def main() -> int:
         print(f"Not a clone of optimum-onnx: it lacks {', '.join(missing)}.", file=sys.stderr)
         return 2
     cache.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     if options.json is not None and options.json.is_file():
-        found = json.loads(options.json.read_text(encoding="utf-8"))["tests"]
+        outcomes = json.loads(options.json.read_text(encoding="utf-8"))["tests"]
     with tempfile.TemporaryDirectory() as scratch:
-        results, known = Path(scratch) / "results", Path(scratch) / "known"
-        known.write_text(json.dumps(list(found) if options.rest else []), encoding="utf-8")
+        results, finished_tests = Path(scratch) / "results", Path(scratch) / "known"
+        finished_tests.write_text(json.dumps(list(outcomes) if options.rest else []), encoding="utf-8")
         for path in files:
             results.touch()
-            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, known))
-            found |= dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
-            summary = summarized(found)
+            stopped = run(path, clone, options.jobs, options.only, _environment(cache, results, finished_tests))
+            outcomes |= dict(json.loads(line) for line in results.read_text(encoding="utf-8").splitlines())
+            summary = summarized(outcomes)
             if options.json is not None:
                 options.json.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             if stopped:
@@ -101,26 +101,28 @@ def run(path: Path, clone: Path, jobs: int, only: str, environment: Mapping[str,
     return False
 
 
-def _environment(cache: Path, results: Path, known: Path) -> dict[str, str]:
+def _environment(cache: Path, results: Path, finished_tests: Path) -> dict[str, str]:
     from .hub import CACHE
     from .plugin import KNOWN, RESULTS
 
     return {
-        CACHE: str(cache), RESULTS: str(results), KNOWN: str(known), "TMPDIR": str(results.parent),
+        CACHE: str(cache), RESULTS: str(results), KNOWN: str(finished_tests), "TMPDIR": str(results.parent),
         "ACCEL_HOME": str(cache / "home"), "HF_HOME": str(cache / "hf"), "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
     }  # fmt: skip
 
 
-def summarized(found: Mapping[str, Any]) -> dict[str, Any]:
+def summarized(outcomes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of outcomes in each file, the failures, and the outcome of every test."""
     files: dict[str, dict[str, int]] = {}
-    for test, (outcome, _) in sorted(found.items()):
+    for test, (outcome, _) in sorted(outcomes.items()):
         counts = files.setdefault(test.partition("::")[0], collections.Counter())
         counts[outcome] += 1
-    failures = [{"test": test, "error": said} for test, (outcome, said) in sorted(found.items()) if outcome == "failed"]
-    return {"files": files, "failures": failures, "tests": dict(sorted(found.items()))}
+    failures = [
+        {"test": test, "error": error} for test, (outcome, error) in sorted(outcomes.items()) if outcome == "failed"
+    ]
+    return {"files": files, "failures": failures, "tests": dict(sorted(outcomes.items()))}
 
 
 def table(files: Mapping[str, Mapping[str, int]]) -> str:

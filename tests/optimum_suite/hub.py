@@ -131,13 +131,13 @@ def local(name: str, task: str | None = None, revision: str | None = None) -> st
     if graphs is not None:
         make, where = graphs, f"{name}/{revision or 'main'}"
     else:
-        known = _REPOSITORIES.get(name) or (_word(name.removeprefix(LOCAL)) if name.startswith(LOCAL) else None)
-        if known is None:
+        entry = _REPOSITORIES.get(name) or (_word(name.removeprefix(LOCAL)) if name.startswith(LOCAL) else None)
+        if entry is None:
             return name
-        architecture, usual, settings = known
-        wanted = usual if task is None or not _class_for(architecture, task) else task
-        make = functools.partial(_save_model, architecture, wanted, settings)
-        where = f"{name}/{wanted}"
+        architecture, usual, settings = entry
+        chosen_task = usual if task is None or not _class_for(architecture, task) else task
+        make = functools.partial(_save_model, architecture, chosen_task, settings)
+        where = f"{name}/{chosen_task}"
     folder = Path(os.environ[CACHE]) / "models" / where
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -151,9 +151,9 @@ def local(name: str, task: str | None = None, revision: str | None = None) -> st
 
 def task_of(cls: type[Any]) -> str | None:
     """Return the task of a model class of transformers or accel, or `None` for classes without a specific task."""
-    own = getattr(cls, "task", None)
-    if own:
-        return str(own)
+    task = getattr(cls, "task", None)
+    if task:
+        return str(task)
     if cls.__name__ == "AutoModel":
         return "feature-extraction"
     return next((spec.name for spec in all_tasks() if cls.__name__ in spec.auto_models), None)
@@ -174,15 +174,15 @@ def _class_for(architecture: str, task: str) -> str | None:
         names = task_spec(task).auto_models
     except TaskError:
         return None
-    return next((found for name in names if (found := cases._table(name).get(architecture))), None)
+    return next((class_name for name in names if (class_name := cases._table(name).get(architecture))), None)
 
 
 def _save_model(architecture: str, task: str, settings: Mapping[str, Any] | Callable[[], Any], folder: Path) -> None:
     config = settings() if callable(settings) else small_config(architecture, **settings)
     model = _with_weights(getattr(transformers, str(_class_for(architecture, task))), config, task)
     model.save_pretrained(folder)
-    for one in _processors(model, architecture, task):
-        one.save_pretrained(folder)
+    for processor in _processors(model, architecture, task):
+        processor.save_pretrained(folder)
 
 
 def _with_weights(cls: Any, config: Any, task: str) -> Any:
@@ -198,14 +198,16 @@ def _with_weights(cls: Any, config: Any, task: str) -> Any:
     building.enliven(model)
     if model.can_generate():
         building._hide_the_last_token(model)
-        said = model.generation_config
-        said._from_model_config = False  # otherwise loading would replace these settings by the config's
-        said.eos_token_id = said.forced_eos_token_id = said.forced_bos_token_id = said.suppress_tokens = None
-        said.pad_token_id, said.bos_token_id = PAD, BEGIN
+        generation = model.generation_config
+        generation._from_model_config = False  # otherwise loading would replace these settings by the config's
+        generation.eos_token_id = generation.forced_eos_token_id = generation.forced_bos_token_id = (
+            generation.suppress_tokens
+        ) = None
+        generation.pad_token_id, generation.bos_token_id = PAD, BEGIN
         if model.config.is_encoder_decoder:
-            said.decoder_start_token_id = BEGIN
+            generation.decoder_start_token_id = BEGIN
         if config.model_type == "whisper":
-            _say_words_of_whisper(said)
+            _say_words_of_whisper(generation)
     return model.eval()
 
 
@@ -217,8 +219,8 @@ def _processors(model: Any, architecture: str, task: str) -> list[Any]:
     if architecture in PICTURES:
         return [tiny_processor(architecture)]
     if reads == "pixel_values":
-        said = getattr(getattr(config, "encoder", config), "image_size", None)
-        size = said if isinstance(said, int) else 64
+        image_size = getattr(getattr(config, "encoder", config), "image_size", None)
+        size = image_size if isinstance(image_size, int) else 64
         images = transformers.ViTImageProcessorPil(size={"height": size, "width": size})
         return [images, tiny_tokenizer()] if model.can_generate() else [images]
     if reads == "input_ids":
@@ -252,19 +254,19 @@ def _tokenizer(model: Any) -> Any:
 def _whisper_tokenizer() -> Any:
     """Return a byte-level tokenizer with Whisper's special tokens for tasks, languages and timestamps."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = transformers.WhisperTokenizer(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    tokenizer = transformers.WhisperTokenizer(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
     words = "startoftranscript en translate transcribe startoflm startofprev nospeech notimestamps".split()
-    made.add_tokens([AddedToken(f"<|{word}|>", special=True) for word in words])
-    made.add_tokens([AddedToken(f"<|{0.02 * i:.2f}|>") for i in range(1501)])
-    return made
+    tokenizer.add_tokens([AddedToken(f"<|{word}|>", special=True) for word in words])
+    tokenizer.add_tokens([AddedToken(f"<|{0.02 * i:.2f}|>") for i in range(1501)])
+    return tokenizer
 
 
-def _say_words_of_whisper(said: Any) -> None:
+def _say_words_of_whisper(generation: Any) -> None:
     number = _whisper_tokenizer().convert_tokens_to_ids
-    said.decoder_start_token_id = said.bos_token_id = number("<|startoftranscript|>")
-    said.no_timestamps_token_id = number("<|notimestamps|>")
-    said.eos_token_id = said.pad_token_id = number("<|endoftext|>")
-    said.begin_suppress_tokens, said.is_multilingual = None, False
+    generation.decoder_start_token_id = generation.bos_token_id = number("<|startoftranscript|>")
+    generation.no_timestamps_token_id = number("<|notimestamps|>")
+    generation.eos_token_id = generation.pad_token_id = number("<|endoftext|>")
+    generation.begin_suppress_tokens, generation.is_multilingual = None, False
 
 
 def _foreign() -> Path:

@@ -48,7 +48,7 @@ def _answer_for_the_hub() -> None:
 
     # Patch every auto class, because each auto class has its own `from_pretrained`.
     loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModel")]
-    for cls in (*(one for one in loaders if hasattr(one, "_model_mapping")), models.OptimumModelMixin):
+    for cls in (*(loader for loader in loaders if hasattr(loader, "_model_mapping")), models.OptimumModelMixin):
         _load_local(cls, hub.task_of)
     pipeline = models.pipeline
     models.pipeline = lambda task=None, model=None, **settings: pipeline(
@@ -68,11 +68,11 @@ def _answer_for_the_hub() -> None:
 def _load_local(cls: Any, task_of: Callable[[type[Any]], str | None]) -> None:
     original = cls.from_pretrained.__func__
 
-    def from_pretrained(asked: type[Any], name: Any, *values: Any, **named: Any) -> Any:
-        folder = hub.local(name, task_of(asked), named.get("revision")) if isinstance(name, str) else name
+    def from_pretrained(cls: type[Any], name: Any, *values: Any, **named: Any) -> Any:
+        folder = hub.local(name, task_of(cls), named.get("revision")) if isinstance(name, str) else name
         if folder != name:
             named.pop("revision", None)
-        return original(asked, folder, *values, **named)
+        return original(cls, folder, *values, **named)
 
     cls.from_pretrained = classmethod(from_pretrained)
 
@@ -102,8 +102,8 @@ def name_of(nodeid: str) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Remove tests that already have a result, and mark the tests that are left out as skipped."""
-    known = json.loads(Path(os.environ[KNOWN]).read_text(encoding="utf-8")) if KNOWN in os.environ else []
-    items[:] = [item for item in items if name_of(item.nodeid) not in known]
+    finished_tests = json.loads(Path(os.environ[KNOWN]).read_text(encoding="utf-8")) if KNOWN in os.environ else []
+    items[:] = [item for item in items if name_of(item.nodeid) not in finished_tests]
     for item in items:
         if why := left_out.reason(name_of(item.nodeid)):
             item.add_marker(pytest.mark.skip(reason=f"{LEFT_OUT}: {why}"))
@@ -142,9 +142,9 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _write(report.nodeid, FAILED, _last_line(report))
 
 
-def _write(nodeid: str, outcome: str, said: str = "") -> None:
+def _write(nodeid: str, outcome: str, error: str = "") -> None:
     with Path(os.environ[RESULTS]).open("a", encoding="utf-8") as file:
-        file.write(json.dumps([name_of(nodeid), [outcome, said]]) + "\n")
+        file.write(json.dumps([name_of(nodeid), [outcome, error]]) + "\n")
 
 
 def _last_line(report: Any) -> str:

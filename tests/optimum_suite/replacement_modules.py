@@ -59,10 +59,10 @@ def install() -> None:
 
 
 def _module(name: str, **values: Any) -> types.ModuleType:
-    made = sys.modules[name] = types.ModuleType(name)
-    made.__path__ = []
-    vars(made).update(values)
-    return made
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = []
+    vars(module).update(values)
+    return module
 
 
 class TasksManager:
@@ -92,15 +92,15 @@ def _is_transformers_version(comparison: str, version: str) -> bool:
 
 def _preprocessors(name: str, first: bool = False) -> list[Any]:
     """Return all tokenizers and processors of a model, with the combined processor first."""
-    found = []
+    preprocessors = []
     for auto in ("AutoProcessor", "AutoTokenizer", "AutoFeatureExtractor", "AutoImageProcessor"):
         try:
-            found.append(getattr(transformers, auto).from_pretrained(name))
+            preprocessors.append(getattr(transformers, auto).from_pretrained(name))
         except (OSError, ValueError, KeyError):
             continue
         if first:
             break
-    return found
+    return preprocessors
 
 
 def _grid(values: Mapping[str, Sequence[Any]], add_test_name: bool = True) -> list[list[Any]]:
