@@ -55,13 +55,13 @@ def sensitive_model() -> Any:
 def rows() -> list[dict[str, Any]]:
     """Return texts that are labeled with the sensitive model's own predictions, so that its accuracy is 1."""
     generator = np.random.default_rng(0)
-    model, tokenizer, found = sensitive_model(), tiny_tokenizer(), []
+    model, tokenizer, labelled = sensitive_model(), tiny_tokenizer(), []
     for _ in range(200):
         text = " ".join(generator.choice(WORDS, size=generator.integers(3, 12)))
         with torch.inference_mode():
-            found.append({"text": text, "label": int(model(**tokenizer(text, return_tensors="pt")).logits.argmax())})
-    assert len({row["label"] for row in found}) > 1
-    return found
+            labelled.append({"text": text, "label": int(model(**tokenizer(text, return_tensors="pt")).logits.argmax())})
+    assert len({row["label"] for row in labelled}) > 1
+    return labelled
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *schemes: str) -> None:
 class TestBudget:
     @pytest.fixture(scope="class")
     @classmethod
-    def found(
+    def quantized_artifact(
         cls, sensitive: Artifact, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
     ) -> Artifact:
         """Return the result of the search for the sensitive model."""
@@ -125,21 +125,23 @@ class TestBudget:
         return accel.quantize(sensitive, out, scheme="dynamic-int8", max_drop=4, data=rows, measure_speed=False)
 
     @pytest.mark.thorough
-    def test_only_the_sensitive_layer_stays_in_float(self, found: Artifact, rows: list[dict[str, Any]]) -> None:
-        table = [Attempt(**trial) for trial in found.manifest.steps[-1].report["search"]["table"]]
+    def test_only_the_sensitive_layer_stays_in_float(
+        self, quantized_artifact: Artifact, rows: list[dict[str, Any]]
+    ) -> None:
+        table = [Attempt(**trial) for trial in quantized_artifact.manifest.steps[-1].report["search"]["table"]]
         assert table[0].float_layers == ()
         assert table[0].drop is not None
         assert table[0].drop > 4, "the planted layer does no harm: the test shows nothing"
-        kept = next(trial for trial in table if trial.chosen)
-        assert list(kept.float_layers) == [SENSITIVE]
-        assert kept.inside
-        assert kept.drop is not None
-        assert kept.drop <= 4
-        assert accel.evaluate(found.path, rows).value == pytest.approx(1 - kept.drop / 100)
+        chosen = next(trial for trial in table if trial.chosen)
+        assert list(chosen.float_layers) == [SENSITIVE]
+        assert chosen.inside
+        assert chosen.drop is not None
+        assert chosen.drop <= 4
+        assert accel.evaluate(quantized_artifact.path, rows).value == pytest.approx(1 - chosen.drop / 100)
 
     @pytest.mark.thorough
-    def test_ranking_names_the_sensitive_layer_first(self, found: Artifact) -> None:
-        harm = found.manifest.steps[-1].report["search"]["sensitivity"]["dynamic-int8"]
+    def test_ranking_names_the_sensitive_layer_first(self, quantized_artifact: Artifact) -> None:
+        harm = quantized_artifact.manifest.steps[-1].report["search"]["sensitivity"]["dynamic-int8"]
         first, second = list(harm.values())[:2]
         assert next(iter(harm)) == SENSITIVE
         assert first > 5 * second
@@ -155,9 +157,9 @@ class TestBudget:
         # Report an accuracy loss for every quantized graph that exceeds every budget.
         real = EvaluationSet.measure
 
-        def measure(self: Any, model: Any, what: str = "") -> Any:
-            found = real(self, model, what)
-            return found if "float artifact" in what else replace(found, value=found.value - 0.5)
+        def measure(self: Any, model: Any, purpose: str = "") -> Any:
+            report = real(self, model, purpose)
+            return report if "float artifact" in purpose else replace(report, value=report.value - 0.5)
 
         monkeypatch.setattr(EvaluationSet, "measure", measure)
         with pytest.raises(BudgetError, match="The best attempt is dynamic-int8") as error:
@@ -177,15 +179,15 @@ class TestBudget:
         no_timing: None,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "weight-int8")
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows, columns={"text": "text"})
-        table = [Attempt(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows, columns={"text": "text"})
+        table = [Attempt(**trial) for trial in quantized.manifest.steps[-1].report["search"]["table"]]
         assert [(trial.scheme, trial.median_ms, trial.chosen) for trial in table] == [
             ("dynamic-int8", 2.0, False),
             ("weight-int8", 1.0, True),
         ]
-        assert made.manifest.quantization is not None
-        assert made.manifest.quantization.scheme == "weight-int8"
-        assert made.manifest.steps[-1].report["search"]["float_ms"] == 3.0
+        assert quantized.manifest.quantization is not None
+        assert quantized.manifest.quantization.scheme == "weight-int8"
+        assert quantized.manifest.steps[-1].report["search"]["float_ms"] == 3.0
 
     def test_only_the_selected_artifact_is_left(
         self,
@@ -194,20 +196,20 @@ class TestBudget:
         tmp_path: Path,
         no_timing: None,
     ) -> None:
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
-        assert made.path == tmp_path / "out"
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
+        assert quantized.path == tmp_path / "out"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
-        assert not any(path.is_dir() for path in made.path.iterdir())
-        assert Artifact.load(made.path).digest == made.digest
+        assert not any(path.is_dir() for path in quantized.path.iterdir())
+        assert Artifact.load(quantized.path).digest == quantized.digest
 
     @pytest.mark.thorough
     def test_measured_latencies_are_recorded(
         self, tiny_artifact: Callable[..., Artifact], rows: list[dict[str, Any]], tmp_path: Path
     ) -> None:
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
-        found = made.manifest.steps[-1].report["search"]
-        assert found["float_ms"] > 0
-        assert found["table"][0]["median_ms"] > 0
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8", max_drop=100, data=rows)
+        search = quantized.manifest.steps[-1].report["search"]
+        assert search["float_ms"] > 0
+        assert search["table"][0]["median_ms"] > 0
 
 
 class TestMeasuredAsRun:
@@ -224,12 +226,12 @@ class TestMeasuredAsRun:
     ) -> None:
         sizes = timed(monkeypatch, [1.0] * 6, [1.0] * 6)
         how: dict[str, Any] = {"scheme": "dynamic-int8", "max_drop": 100, "data": rows}
-        for size, given in ((1, {}), (8, {"batch_size": 8})):
-            made = accel.quantize(tiny_artifact(), tmp_path / f"out-{size}", **how, **given)
-            step = made.manifest.steps[-1]
+        for size, batch_options in ((1, {}), (8, {"batch_size": 8})):
+            quantized = accel.quantize(tiny_artifact(), tmp_path / f"out-{size}", **how, **batch_options)
+            step = quantized.manifest.steps[-1]
             assert step.validation["accuracy"]["batch_size"] == step.report["search"]["batch_size"] == size
-            found = accel.evaluate(made, rows)
-            assert (found.batch_size, found.value) == (size, step.validation["accuracy"]["value"])
+            report = accel.evaluate(quantized, rows)
+            assert (report.batch_size, report.value) == (size, step.validation["accuracy"]["value"])
         assert sizes == [1, 8]
 
     def test_dynamic_quantization_is_evaluated_with_one_row_per_call(
@@ -237,8 +239,8 @@ class TestMeasuredAsRun:
     ) -> None:
         dynamic = accel.quantize(tiny_artifact(), tmp_path / "out", scheme="dynamic-int8")
         weights = accel.quantize(tiny_artifact(), tmp_path / "weights", scheme="weight-int8")
-        found = [accel.evaluate(one, rows[:8]).batch_size for one in (dynamic, weights, tiny_artifact())]
-        assert found == [1, 32, 32]
+        batch_sizes = [accel.evaluate(variant, rows[:8]).batch_size for variant in (dynamic, weights, tiny_artifact())]
+        assert batch_sizes == [1, 32, 32]
         assert accel.evaluate(dynamic, rows[:8], batch_size=4).batch_size == 4
 
     def test_simpler_recipe_is_kept_if_latencies_are_equal(
@@ -251,11 +253,11 @@ class TestMeasuredAsRun:
     ) -> None:
         only(monkeypatch, "dynamic-int8", "weight-int8")
         timed(monkeypatch, [1.0] * 6, [1.0] * 6, [1.0, 0.97, 1.02, 0.96, 1.01, 0.98])
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows)
-        assert made.manifest.quantization is not None
-        assert made.manifest.quantization.scheme == "dynamic-int8", "it is declared first, and no slower"
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", max_drop=100, data=rows)
+        assert quantized.manifest.quantization is not None
+        assert quantized.manifest.quantization.scheme == "dynamic-int8", "it is declared first, and no slower"
         assert "not faster than the float model" in caplog.text
-        table = [Attempt(**trial) for trial in made.manifest.steps[-1].report["search"]["table"]]
+        table = [Attempt(**trial) for trial in quantized.manifest.steps[-1].report["search"]["table"]]
         assert "times float 1.00 (1.00 to 1.00) <- kept" in str(table[0])
 
 
@@ -279,9 +281,9 @@ class TestBadBudgets:
     def test_quantized_artifacts_are_refused(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
-        made = accel.quantize(tiny_artifact(), tmp_path / "out")
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out")
         with pytest.raises(QuantizeError, match="already quantized"):
-            accel.quantize(made, tmp_path / "again", max_drop=1, data=rows)
+            accel.quantize(quantized, tmp_path / "again", max_drop=1, data=rows)
 
 
 class TestRecords:
@@ -296,29 +298,29 @@ class TestRecords:
     def test_accuracy_is_recorded_without_a_budget(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", data=rows, measure_speed=False)
-        accuracy = made.manifest.steps[-1].validation["accuracy"]
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", data=rows, measure_speed=False)
+        accuracy = quantized.manifest.steps[-1].validation["accuracy"]
         assert accuracy["drop"] == pytest.approx(100 * (accuracy["float"] - accuracy["value"]))
         assert accuracy["drop_interval"][0] <= accuracy["drop"] <= accuracy["drop_interval"][1]
         assert accuracy["data"]["n"] == 200
-        assert "search" not in made.manifest.steps[-1].report
+        assert "search" not in quantized.manifest.steps[-1].report
 
     @pytest.fixture
     def reading(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Make the quantizer read its calibration batches for all schemes. Return a list, to which the quantizer
         appends the batch sizes.
         """
-        seen: list[int] = []
+        batch_sizes: list[int] = []
         quantizer = type(registry.load(registry.describe("cpu")).quantizer())
         real = quantizer.quantize
 
         def quantize(self: Any, artifact: Artifact, *, calibration: Any, **kwargs: Any) -> Artifact:
             feeds: Iterable[Mapping[str, torch.Tensor]] = calibration or ()
-            seen.extend(len(batch["input_ids"]) for batch in feeds)
+            batch_sizes.extend(len(batch["input_ids"]) for batch in feeds)
             return real(self, artifact, calibration=calibration, **kwargs)
 
         monkeypatch.setattr(quantizer, "quantize", quantize)
-        return seen
+        return batch_sizes
 
     def test_calibration_sample_is_recorded_if_it_was_read(
         self,
@@ -330,20 +332,20 @@ class TestRecords:
         file = tmp_path / "rows.json"
         file.write_text(json.dumps(rows), encoding="utf-8")
         config = QuantizeConfig(samples=20, seed=4)
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=file, config=config)
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=file, config=config)
         assert sum(reading) == 20
-        assert made.manifest.quantization is not None
-        record = made.manifest.quantization.calibration
+        assert quantized.manifest.quantization is not None
+        record = quantized.manifest.quantization.calibration
         assert record is not None
         assert {"source": "rows.json", "n": 20, "total": 200, "seed": 4}.items() <= record.items()
-        assert Artifact.load(made.path).manifest.quantization == made.manifest.quantization
+        assert Artifact.load(quantized.path).manifest.quantization == quantized.manifest.quantization
 
     def test_unread_calibration_data_is_not_recorded(
         self, tiny_artifact: Callable[..., Artifact], tmp_path: Path, rows: list[dict[str, Any]]
     ) -> None:
-        made = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=rows, scheme="dynamic-int8")
-        assert made.manifest.quantization is not None
-        assert made.manifest.quantization.calibration is None
+        quantized = accel.quantize(tiny_artifact(), tmp_path / "out", calibration=rows, scheme="dynamic-int8")
+        assert quantized.manifest.quantization is not None
+        assert quantized.manifest.quantization.calibration is None
 
 
 class TestCommands:
@@ -359,47 +361,47 @@ class TestCommands:
 
     def test_evaluate(self, sensitive: Artifact, data: Path) -> None:
         columns = ("--column", "text=phrase", "--column", "label=outcome")
-        found = self.run("evaluate", sensitive.path, "--data", data, *columns, "--against", sensitive.path, "--json")
-        assert found.exit_code == 0
-        values = json.loads(found.stdout)
+        result = self.run("evaluate", sensitive.path, "--data", data, *columns, "--against", sensitive.path, "--json")
+        assert result.exit_code == 0
+        values = json.loads(result.stdout)
         assert (values["value"], values["comparison"]["agreement"]) == (1.0, 1.0)
         text = self.run("evaluate", sensitive.path, "--data", data, *columns).stdout
         assert text.startswith("accuracy: accuracy 1.0000\n200 rows of rows.csv, cpu (float32), 32 rows a call")
 
     def test_evaluate_refuses_unknown_columns(self, sensitive: Artifact, data: Path) -> None:
-        found = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")
-        assert found.exit_code == 2
-        assert "does not have the form NAME=VALUE" in found.stderr
-        found = self.run("evaluate", sensitive.path, "--data", data, "--metric", "accurracy", "--json")
-        assert found.exit_code == 2
-        assert "Did you mean 'accuracy'" in json.loads(found.stdout)["error"]
+        result = self.run("evaluate", sensitive.path, "--data", data, "--column", "text")
+        assert result.exit_code == 2
+        assert "does not have the form NAME=VALUE" in result.stderr
+        result = self.run("evaluate", sensitive.path, "--data", data, "--metric", "accurracy", "--json")
+        assert result.exit_code == 2
+        assert "Did you mean 'accuracy'" in json.loads(result.stdout)["error"]
 
     def test_quantize_within_a_budget(self, sensitive: Artifact, data: Path, tmp_path: Path, no_timing: None) -> None:
-        found = self.run(
+        result = self.run(
             "quantize", sensitive.path, tmp_path / "out", "--scheme", "dynamic-int8", "--max-drop", 4, "--data", data,
             "--column", "text=phrase", "--column", "label=outcome",
         )  # fmt: skip
-        assert found.exit_code == 0, found.output
-        assert f"1 layers in float ({SENSITIVE})" in found.stdout
-        assert "<- kept" in found.stdout
+        assert result.exit_code == 0, result.output
+        assert f"1 layers in float ({SENSITIVE})" in result.stdout
+        assert "<- kept" in result.stdout
 
     def test_quantize_reports_unmeasured_accuracy(self, sensitive: Artifact, tmp_path: Path) -> None:
-        found = self.run("quantize", sensitive.path, tmp_path / "out")
-        assert found.exit_code == 0
-        assert "accuracy was not measured" in found.stdout
+        result = self.run("quantize", sensitive.path, tmp_path / "out")
+        assert result.exit_code == 0
+        assert "accuracy was not measured" in result.stdout
 
     def test_quantize_without_result_in_budget_exits_1(self, sensitive: Artifact, data: Path, tmp_path: Path) -> None:
-        found = self.run(
+        result = self.run(
             "quantize", sensitive.path, tmp_path / "out", "--scheme", "static-int8", "--max-drop", 0, "--data", data,
             "--column", "text=phrase", "--column", "label=outcome", "--json",
         )  # fmt: skip
-        assert found.exit_code == 1
-        assert json.loads(found.stdout)["type"] == "BudgetError"
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["type"] == "BudgetError"
         assert not (tmp_path / "out").exists()
 
     def test_optimize(self, sensitive: Artifact, tmp_path: Path) -> None:
-        found = self.run("optimize", sensitive.path, tmp_path / "out", "--level", "O2", "--json")
-        assert found.exit_code == 0, found.output
-        assert json.loads(found.stdout)["steps"][-1]["stage"] == "optimize"
+        result = self.run("optimize", sensitive.path, tmp_path / "out", "--level", "O2", "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["steps"][-1]["stage"] == "optimize"
         assert self.run("optimize", sensitive.path, sensitive.path).exit_code == 1
         assert self.run("optimize", sensitive.path, tmp_path / "other", "--level", "O9").exit_code == 2

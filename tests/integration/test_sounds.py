@@ -51,8 +51,8 @@ def artifact(
     return get
 
 
-def path_of(made: Any) -> Path:
-    return Path(getattr(made, "path", made))
+def path_of(source: Any) -> Path:
+    return Path(getattr(source, "path", source))
 
 
 def original(folder: Path, task: str) -> Any:
@@ -65,8 +65,8 @@ def padded(folder: Path) -> dict[str, torch.Tensor]:
     return dict(extractor(SOUNDS, sampling_rate=RATE, padding=True, return_attention_mask=True, return_tensors="pt"))
 
 
-def largest(found: Any, expected: Any, names: tuple[str, ...]) -> float:
-    return max(float((found[name] - expected[name]).abs().max()) for name in names)
+def largest(outputs: Any, expected: Any, names: tuple[str, ...]) -> float:
+    return max(float((outputs[name] - expected[name]).abs().max()) for name in names)
 
 
 THOROUGH = {"marks": pytest.mark.thorough}
@@ -109,14 +109,14 @@ def test_padded_batches_with_and_without_mask(
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("openvino", marks=pytest.mark.thorough), "pytorch"])
 def test_speech_recognition(backend: str, source: Callable[..., Path], artifact: Callable[..., Artifact]) -> None:
     folder = source("wav2vec2", "ctc")
-    given: dict[str, Any] = {
+    preprocessors: dict[str, Any] = {
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
     word = "automatic-speech-recognition"
-    theirs = transformers.pipeline(word, model=original(folder, "ctc"), **given)
+    theirs = transformers.pipeline(word, model=original(folder, "ctc"), **preprocessors)
     model = accel.ORTModelForCTC.from_pretrained(path_of(artifact("wav2vec2", "ctc", backend)), backend=backend)
-    ours = [transformers.pipeline(word, model=model, **given), accel.pipeline(word, model=model)]
+    ours = [transformers.pipeline(word, model=model, **preprocessors), accel.pipeline(word, model=model)]
     calls: list[Callable[[Any], Any]] = [
         lambda pipe: pipe(SOUNDS[0]),
         lambda pipe: pipe([{"array": sound, "sampling_rate": RATE} for sound in SOUNDS]),
@@ -124,7 +124,7 @@ def test_speech_recognition(backend: str, source: Callable[..., Path], artifact:
     ]
     for call in calls:
         expected = call(theirs)
-        assert "" not in [one["text"] for one in (expected if isinstance(expected, list) else [expected])]
+        assert "" not in [result["text"] for result in (expected if isinstance(expected, list) else [expected])]
         for pipe in ours:
             assert call(pipe) == expected
 
@@ -136,9 +136,11 @@ def test_audio_classification(backend: str, source: Callable[..., Path], artifac
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     theirs = transformers.pipeline(task, model=original(folder, task), feature_extractor=extractor)
     ours = accel.pipeline(task, model=path_of(artifact("wav2vec2-layer", task, backend)), backend=backend)
-    for found, expected in zip(ours(SOUNDS), theirs(SOUNDS), strict=True):
-        assert [one["label"] for one in found] == [one["label"] for one in expected]
-        np.testing.assert_allclose([one["score"] for one in found], [one["score"] for one in expected], atol=1e-4)
+    for results, expected in zip(ours(SOUNDS), theirs(SOUNDS), strict=True):
+        assert [result["label"] for result in results] == [result["label"] for result in expected]
+        np.testing.assert_allclose(
+            [result["score"] for result in results], [result["score"] for result in expected], atol=1e-4
+        )
 
 
 # The tests below check which audio task a model has: CTC models and encoder-decoders share one pipeline.
@@ -153,10 +155,10 @@ def test_speech_pipeline_supports_two_tasks(source: Callable[..., Path], artifac
     # caller requests decides.
     for task in ("sentence-similarity", "text-ranking", "feature-extraction"):
         assert fitting_task(task, {"architectures": ["BertModel"]}) == task
-    made = artifact("wav2vec2", "ctc")
-    assert type(accel.ORTModel.from_pretrained(made.path, task=word)) is accel.ORTModelForCTC
+    exported = artifact("wav2vec2", "ctc")
+    assert type(accel.ORTModel.from_pretrained(exported.path, task=word)) is accel.ORTModelForCTC
     with pytest.raises(TaskError, match="ORTModelForCTC"):
-        accel.ORTModelForSpeechSeq2Seq.from_pretrained(made.path)
+        accel.ORTModelForSpeechSeq2Seq.from_pretrained(exported.path)
     with pytest.raises(TaskError, match="AutoModelForSpeechSeq2Seq of transformers has no class for wav2vec2"):
         accel.ORTModelForSpeechSeq2Seq.from_pretrained(source("wav2vec2", "ctc"))
 
@@ -176,48 +178,48 @@ def test_task_is_inferred_from_the_architecture(task: str) -> None:
 def spoken(source: Callable[..., Path]) -> list[dict[str, Any]]:
     """Return audio rows whose text is PyTorch's transcription. The last text has two additional words."""
     folder = source("wav2vec2", "ctc")
-    given: dict[str, Any] = {
+    preprocessors: dict[str, Any] = {
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
-    hear = transformers.pipeline("automatic-speech-recognition", model=original(folder, "ctc"), **given)
-    rows = [{"audio": {"array": one, "sampling_rate": RATE}, "text": hear(one.copy())["text"]} for one in SOUNDS]
+    hear = transformers.pipeline("automatic-speech-recognition", model=original(folder, "ctc"), **preprocessors)
+    rows = [{"audio": {"array": sound, "sampling_rate": RATE}, "text": hear(sound.copy())["text"]} for sound in SOUNDS]
     rows[-1]["text"] += " and more"
     return rows
 
 
 @pytest.mark.parametrize("backend", ["cpu", "pytorch"])
 def test_word_error_rate(backend: str, spoken: list[dict[str, Any]], artifact: Callable[..., Artifact]) -> None:
-    found = accel.evaluate(path_of(artifact("wav2vec2", "ctc", backend)), spoken, backend=backend)
+    report = accel.evaluate(path_of(artifact("wav2vec2", "ctc", backend)), spoken, backend=backend)
     words = sum(len(row["text"].split()) for row in spoken)
-    assert found.metric == "wer"
-    assert found.value == pytest.approx(2 / words)
-    assert found.scores["edits"] == 2
+    assert report.metric == "wer"
+    assert report.value == pytest.approx(2 / words)
+    assert report.scores["edits"] == 2
 
 
 def test_calibration_with_audio_rows(
     spoken: list[dict[str, Any]], artifact: Callable[..., Artifact], tmp_path: Path
 ) -> None:
-    made = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme="static-int8", calibration=spoken)
-    assert made.manifest.quantization is not None
-    assert made.manifest.quantization.calibration["columns"] == {"audio": "audio"}
+    quantized = accel.quantize(artifact("wav2vec2", "ctc"), tmp_path / "int8", scheme="static-int8", calibration=spoken)
+    assert quantized.manifest.quantization is not None
+    assert quantized.manifest.quantization.calibration["columns"] == {"audio": "audio"}
     inputs = {"input_values": torch.from_numpy(SOUNDS[0][None])}
     plain = accel.ORTModelForCTC(artifact("wav2vec2", "ctc"))(**inputs).logits
-    found = accel.ORTModelForCTC(made)(**inputs).logits
+    logits = accel.ORTModelForCTC(quantized)(**inputs).logits
     # Quantization to 8 bits changes the logits by less than a tenth of the largest value.
-    assert 0 < float((found - plain).abs().max()) < 0.1 * float(plain.abs().max())
+    assert 0 < float((logits - plain).abs().max()) < 0.1 * float(plain.abs().max())
 
 
 @pytest.mark.thorough
 def test_speaker_verification_error_rate(artifact: Callable[..., Artifact]) -> None:
     """The model assigns audio with added noise to the same speaker, and different audio to another speaker."""
     draw = np.random.default_rng(0)
-    noisy = [one + 0.01 * draw.standard_normal(len(one)).astype(np.float32) for one in SOUNDS]
-    pairs = [(one, other, 1) for one, other in zip(SOUNDS, noisy, strict=True)]
-    pairs += [(one, other, 0) for one, other in zip(SOUNDS, reversed(SOUNDS), strict=True) if one is not other]
+    noisy = [sound + 0.01 * draw.standard_normal(len(sound)).astype(np.float32) for sound in SOUNDS]
+    pairs = [(sound, other, 1) for sound, other in zip(SOUNDS, noisy, strict=True)]
+    pairs += [(sound, other, 0) for sound, other in zip(SOUNDS, reversed(SOUNDS), strict=True) if sound is not other]
     rows = [{"audio1": list(map(float, a)), "audio2": list(map(float, b)), "same": label} for a, b, label in pairs]
-    found = accel.evaluate(artifact("wavlm", "audio-xvector").path, rows)
-    assert (found.metric, found.value) == ("eer", 0.0)
+    report = accel.evaluate(artifact("wavlm", "audio-xvector").path, rows)
+    assert (report.metric, report.value) == ("eer", 0.0)
 
 
 def test_mask_for_a_graph_without_mask_input() -> None:
@@ -225,11 +227,11 @@ def test_mask_for_a_graph_without_mask_input() -> None:
     a mask with zeros raises an error.
     """
     inputs = Inputs(frozenset({"input_values"}), frozenset(), frozenset(), None)
-    given = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
-    assert set(inputs.read(given)[0]) == {"input_values"}
-    given["attention_mask"][1, 50:] = 0
+    arrays = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
+    assert set(inputs.read(arrays)[0]) == {"input_values"}
+    arrays["attention_mask"][1, 50:] = 0
     with pytest.raises(InputError, match="no input 'attention_mask'"):
-        inputs.read(given)
+        inputs.read(arrays)
 
 
 def test_invalid_audio_inputs_are_refused(artifact: Callable[..., Artifact]) -> None:
@@ -261,18 +263,20 @@ def test_zero_shot_audio_in_transformers_pipeline(backend: str, artifact: Any, s
     ours = accel.ORTModelForZeroShotAudioClassification.from_pretrained(
         artifact(CLAP, CLAP_TASK, backend), backend=backend, task=CLAP_TASK
     )
-    given = {
+    preprocessors = {
         "feature_extractor": transformers.AutoFeatureExtractor.from_pretrained(folder),
         "tokenizer": transformers.AutoTokenizer.from_pretrained(folder),
     }
-    reference = transformers.pipeline(CLAP_TASK, model=transformers.ClapModel.from_pretrained(folder).eval(), **given)
+    reference = transformers.pipeline(
+        CLAP_TASK, model=transformers.ClapModel.from_pretrained(folder).eval(), **preprocessors
+    )
     names = ["my card", "a bank in london", "cash"]
-    for stock in (transformers.pipeline(CLAP_TASK, model=ours, **given), accel.pipeline(CLAP_TASK, model=ours)):
+    for stock in (transformers.pipeline(CLAP_TASK, model=ours, **preprocessors), accel.pipeline(CLAP_TASK, model=ours)):
         for sound in SOUNDS:
-            expected, found = (pipe(sound, candidate_labels=names) for pipe in (reference, stock))
-            assert len({round(one["score"], 3) for one in expected}) > 1
-            assert [one["label"] for one in found] == [one["label"] for one in expected]
-            assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= 1e-3
+            expected, results = (pipe(sound, candidate_labels=names) for pipe in (reference, stock))
+            assert len({round(result["score"], 3) for result in expected}) > 1
+            assert [result["label"] for result in results] == [result["label"] for result in expected]
+            assert max(abs(a["score"] - b["score"]) for a, b in zip(results, expected, strict=True)) <= 1e-3
 
 
 @pytest.mark.parametrize("backend", ["pytorch", pytest.param("cpu", marks=pytest.mark.thorough)])
@@ -288,13 +292,13 @@ def test_zero_shot_audio_is_measured_by_label_names(
     # The candidate labels are all label names in the data.
     rows += [{**rows[0], "label": name} for name in names]
     right = sum(row["label"] == rows[i if i < 3 else 0]["label"] for i, row in enumerate(rows)) / len(rows)
-    made = artifact(CLAP, CLAP_TASK, backend)
-    found = accel.evaluate(path_of(made), rows, backend=backend)
-    assert (found.metric, found.value) == ("accuracy", pytest.approx(right))
+    exported = artifact(CLAP, CLAP_TASK, backend)
+    report = accel.evaluate(path_of(exported), rows, backend=backend)
+    assert (report.metric, report.value) == ("accuracy", pytest.approx(right))
     if backend == "pytorch":
         return
     calibration = [{**row, "text": name} for row, name in zip(rows, [*names, *names], strict=True)]
-    small = accel.quantize(made, tmp_path / "int8", scheme="static-int8", calibration=calibration)
+    small = accel.quantize(exported, tmp_path / "int8", scheme="static-int8", calibration=calibration)
     assert accel.evaluate(small.path, rows).value is not None
 
 
@@ -317,8 +321,8 @@ def test_speech_synthesis_in_transformers_pipeline(backend: str, artifact: Any, 
     folder = source(VITS, SPEECH)
     # Use an ONNX artifact with OpenVINO. OpenVINO's own converter gives a graph that is wrong for other text lengths
     # than the length of the trace, and the export rejects this graph.
-    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
-    ours = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
+    exported = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    ours = accel.ORTModelForTextToWaveform.from_pretrained(exported, backend=backend)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     theirs = transformers.VitsModel.from_pretrained(folder).eval()
     reference = transformers.pipeline(SPEECH, model=theirs, tokenizer=tokenizer)
@@ -328,11 +332,11 @@ def test_speech_synthesis_in_transformers_pipeline(backend: str, artifact: Any, 
             for pipe in (reference, stock, stock):
                 torch.manual_seed(7)
                 sounds.append(pipe(text))
-            expected, found, again = sounds
-            assert found["sampling_rate"] == expected["sampling_rate"] == RATE
-            assert found["audio"].shape == expected["audio"].shape
-            assert np.abs(found["audio"] - expected["audio"]).max() <= 1e-3
-            assert np.array_equal(found["audio"], again["audio"])
+            expected, speech, again = sounds
+            assert speech["sampling_rate"] == expected["sampling_rate"] == RATE
+            assert speech["audio"].shape == expected["audio"].shape
+            assert np.abs(speech["audio"] - expected["audio"]).max() <= 1e-3
+            assert np.array_equal(speech["audio"], again["audio"])
             torch.manual_seed(8)
             other = stock(text)["audio"]
             assert other.shape != again["audio"].shape or np.abs(other - again["audio"]).max() > 1e-3
@@ -341,20 +345,20 @@ def test_speech_synthesis_in_transformers_pipeline(backend: str, artifact: Any, 
 @pytest.mark.parametrize("backend", SOME)
 def test_speech_of_padded_texts(backend: str, artifact: Any, source: Callable[..., Path]) -> None:
     folder = source(VITS, SPEECH)
-    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
-    model = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
+    exported = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    model = accel.ORTModelForTextToWaveform.from_pretrained(exported, backend=backend)
     theirs = transformers.VitsModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(["where is my card", "please"], padding=True, return_tensors="pt")
-    found = []
-    for one in (theirs, model):
+    outputs = []
+    for variant in (theirs, model):
         torch.manual_seed(3)
         with torch.inference_mode():
-            found.append(one(**inputs, speaking_rate=0.5))
-    assert torch.equal(found[0].sequence_lengths, found[1].sequence_lengths)
-    assert found[1].sequence_lengths[0] > found[1].sequence_lengths[1]
-    assert found[0].waveform.shape == found[1].waveform.shape
-    assert found[0].spectrogram.shape == found[1].spectrogram.shape
+            outputs.append(variant(**inputs, speaking_rate=0.5))
+    assert torch.equal(outputs[0].sequence_lengths, outputs[1].sequence_lengths)
+    assert outputs[1].sequence_lengths[0] > outputs[1].sequence_lengths[1]
+    assert outputs[0].waveform.shape == outputs[1].waveform.shape
+    assert outputs[0].spectrogram.shape == outputs[1].spectrogram.shape
     with pytest.raises(InputError, match="speaking_rate is 0"):
         model(**inputs, speaking_rate=0)
     with pytest.raises(InputError, match="shape"):
@@ -369,11 +373,11 @@ def test_speech_of_a_text_does_not_depend_on_longer_texts(
     the audio in PyTorch's own batches also differs.
     """
     folder = source(VITS, SPEECH)
-    made = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
-    model = accel.ORTModelForTextToWaveform.from_pretrained(made, backend=backend)
+    exported = artifact(VITS, SPEECH, "pytorch" if backend == "pytorch" else "cpu")
+    model = accel.ORTModelForTextToWaveform.from_pretrained(exported, backend=backend)
     theirs = transformers.VitsModel.from_pretrained(folder).eval()
-    for one in (model, theirs):
-        one.noise_scale = one.noise_scale_duration = 0.0
+    for variant in (model, theirs):
+        variant.noise_scale = variant.noise_scale_duration = 0.0
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     texts = ["where is my card", "please", "please", "my card"]
     together = model(**tokenizer(texts, padding=True, return_tensors="pt"))
@@ -402,10 +406,10 @@ def test_speech_of_several_speakers(tmp_path: Path) -> None:
     sounds = []
     for voice in (0, 2):
         pair = []
-        for one in (theirs, model):
+        for variant in (theirs, model):
             torch.manual_seed(3)
             with torch.inference_mode():
-                pair.append(one(**inputs, speaker_id=voice).waveform)
+                pair.append(variant(**inputs, speaker_id=voice).waveform)
         assert (pair[0] - pair[1]).abs().max() <= 1e-3
         sounds.append(pair[1])
     assert sounds[0].shape != sounds[1].shape or not torch.equal(*sounds)
@@ -425,9 +429,9 @@ def test_optimized_and_quantized_speech_synthesis(
     scheme = {"cpu": "dynamic-int8", "openvino": "weight-int8"}[backend]
     small = accel.quantize(graphs, tmp_path / "small", backend=backend, scheme=scheme)
     sounds = []
-    for one in (graphs, optimized, small):
+    for variant in (graphs, optimized, small):
         torch.manual_seed(3)
-        sounds.append(accel.ORTModelForTextToWaveform(one)(**inputs).waveform)
+        sounds.append(accel.ORTModelForTextToWaveform(variant)(**inputs).waveform)
     assert (sounds[1] - sounds[0]).abs().max() <= 1e-3
     # With 8 bits, each token may be one frame longer. Measured with OpenVINO 2026.3: 12 of 44 frames for 15 tokens.
     assert abs(sounds[2].shape[1] - sounds[0].shape[1]) <= 0.3 * sounds[0].shape[1]

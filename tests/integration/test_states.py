@@ -33,8 +33,8 @@ def rows() -> dict[str, torch.Tensor]:
 
 def logits_of(model: Any, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.inference_mode():
-        found: torch.Tensor = model(**rows).logits
-    return found
+        logits: torch.Tensor = model(**rows).logits
+    return logits
 
 
 def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -43,15 +43,15 @@ def continued(model: ORTModelForCausalLM, rows: dict[str, torch.Tensor]) -> torc
     """
     ids, mask = rows["input_ids"], rows["attention_mask"]
     cache = model(input_ids=ids[:, :7], attention_mask=mask[:, :7]).past_key_values
-    found: torch.Tensor = model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
-    return found
+    logits: torch.Tensor = model(input_ids=ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
+    return logits
 
 
 @pytest.mark.thorough
 def test_states_are_in_the_manifest(generator: Artifacts) -> None:
     components = [generator(family).component() for family in ("lfm2", "mamba")]
     assert all(component.stateful and not component.croppable for component in components)
-    shapes = [{s.name: s.shape for s in one.inputs if s.role == "cache"} for one in components]
+    shapes = [{s.name: s.shape for s in component.inputs if s.role == "cache"} for component in components]
     # The state of a convolution has channels and a width. The keys have heads, tokens and a head size.
     assert shapes[0]["past_key_values.0.conv"] == ("batch", 64, 3)
     assert shapes[0]["past_key_values.1.key"] == ("batch", 2, "capacity", 16)
@@ -60,17 +60,17 @@ def test_states_are_in_the_manifest(generator: Artifacts) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["lfm2", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("mamba", "falcon-h1"))]
+    "family", ["lfm2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mamba", "falcon-h1"))]
 )
 def test_several_tokens_after_a_state(family: str, generator: Artifacts, rows: dict[str, torch.Tensor]) -> None:
     # The tokens of the second call also contain padding.
     mask = rows["attention_mask"].clone()
     mask[1, 7:9] = 0
-    given = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
-    expected = logits_of(tiny_generator(family), given)[:, 7:]
-    found = continued(ORTModelForCausalLM(generator(family)), given)
+    inputs = {"input_ids": rows["input_ids"] * mask, "attention_mask": mask}
+    expected = logits_of(tiny_generator(family), inputs)[:, 7:]
+    logits = continued(ORTModelForCausalLM(generator(family)), inputs)
     # The tolerance is for a float32 graph with logits of order 10.
-    assert (found - expected)[mask[:, 7:].bool()].abs().max() <= 1e-3
+    assert (logits - expected)[mask[:, 7:].bool()].abs().max() <= 1e-3
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon-h1", pytest.param("qwen3-next", marks=pytest.mark.thorough)])
@@ -113,19 +113,19 @@ def test_cache_object_of_the_user(family: str, generator: Artifacts, rows: dict[
     ids = rows["input_ids"][1:2]
     longer = torch.cat((ids, ids[:, :3]), 1)
 
-    def answers(one: Any) -> list[Any]:
+    def answers(variant: Any) -> list[Any]:
         cache = transformers.DynamicCache(config=original.config)
-        made: list[Any] = [one.generate(ids, max_new_tokens=3, **{CACHE_NAME: cache}), cache.get_seq_length()]
+        results: list[Any] = [variant.generate(ids, max_new_tokens=3, **{CACHE_NAME: cache}), cache.get_seq_length()]
         prefix = transformers.DynamicCache(config=original.config)
         with torch.inference_mode():
-            one(input_ids=ids[:, :4], **{CACHE_NAME: prefix})
-            one(input_ids=ids[:, 4:], attention_mask=torch.ones_like(ids), **{CACHE_NAME: prefix})
+            variant(input_ids=ids[:, :4], **{CACHE_NAME: prefix})
+            variant(input_ids=ids[:, 4:], attention_mask=torch.ones_like(ids), **{CACHE_NAME: prefix})
         copies = [deepcopy(prefix) for _ in range(2)]
-        made += [one.generate(longer, max_new_tokens=3, **{CACHE_NAME: copy}) for copy in copies]
-        return [*made, prefix.get_seq_length()]
+        results += [variant.generate(longer, max_new_tokens=3, **{CACHE_NAME: copy}) for copy in copies]
+        return [*results, prefix.get_seq_length()]
 
-    for found, expected in zip(answers(model), answers(original), strict=True):
-        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    for actual, expected in zip(answers(model), answers(original), strict=True):
+        assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
 @pytest.mark.thorough
@@ -135,8 +135,8 @@ def test_other_stages_keep_recurrent_states(
 ) -> None:
     original = tiny_generator(family)
     better = optimize(generator(family), tmp_path / "o2", level="O2")
-    found = ORTModelForCausalLM(better).generate(**rows, max_new_tokens=8)
-    assert torch.equal(found, original.generate(**rows, max_new_tokens=8))
+    tokens = ORTModelForCausalLM(better).generate(**rows, max_new_tokens=8)
+    assert torch.equal(tokens, original.generate(**rows, max_new_tokens=8))
     small = ORTModelForCausalLM(quantize(better, tmp_path / "int8", scheme="weight-int8"))
     expected = logits_of(original, rows)
     # The tolerance is for random weights in 8 bits. A router may select another expert for one or two tokens.
@@ -153,8 +153,8 @@ def test_model_without_cache_reads_all_tokens_again(generator: Artifacts, rows: 
     ids = torch.randint(4, VOCABULARY, (2, 7))
     cache = model(input_ids=ids[:, :4]).past_key_values
     assert cache.get_seq_length() == 4
-    found = model(input_ids=ids[:, 4:], past_key_values=cache).logits
-    assert torch.allclose(found, model(input_ids=ids).logits[:, 4:], atol=1e-5)
+    logits = model(input_ids=ids[:, 4:], past_key_values=cache).logits
+    assert torch.allclose(logits, model(input_ids=ids).logits[:, 4:], atol=1e-5)
 
 
 def test_unknown_states_are_refused(tmp_path: Path) -> None:
@@ -174,10 +174,10 @@ def test_model_with_bidirectional_attention_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_decoder_without_cache_is_optimized(generator: Artifacts, tmp_path: Path) -> None:
-    made = optimize(generator("openai-gpt"), tmp_path / "optimized", level="O2")
+    optimized = optimize(generator("openai-gpt"), tmp_path / "optimized", level="O2")
     rows = torch.tensor([[5, 6, 7], [8, 9, 10]])
     expected = tiny_generator("openai-gpt").generate(rows, max_new_tokens=4, do_sample=False)
-    with ORTModelForCausalLM.from_pretrained(made) as model:
+    with ORTModelForCausalLM.from_pretrained(optimized) as model:
         assert torch.equal(model.generate(rows, max_new_tokens=4, do_sample=False), expected)
 
 
@@ -196,5 +196,5 @@ def test_new_text_starts_with_empty_states(rows: dict[str, torch.Tensor], tmp_pa
     original = transformers.KimiLinearForCausalLM(config).eval()
     model = ORTModelForCausalLM(export(original, tmp_path / "out", task="text-generation", backend="openvino"))
     for count in (2, 2, 3, 2):
-        given = {name: tensor[:count] for name, tensor in rows.items()} | {"max_new_tokens": 4, "do_sample": False}
-        assert torch.equal(model.generate(**given), original.generate(**given))
+        options = {name: tensor[:count] for name, tensor in rows.items()} | {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(**options), original.generate(**options))

@@ -38,27 +38,27 @@ def pipe(model: Any, task: str = "summarization", **settings: Any) -> Any:
     return accel.pipeline(task, model=model, tokenizer=tiny_tokenizer(), **settings)
 
 
-def settings_of(made: Any, monkeypatch: pytest.MonkeyPatch, **call: Any) -> GenerationConfig:
+def settings_of(pipe: Any, monkeypatch: pytest.MonkeyPatch, **call: Any) -> GenerationConfig:
     """Return the generation config that a call of the pipeline uses."""
-    found: list[GenerationConfig] = []
+    configs: list[GenerationConfig] = []
 
     def record(*_: Any, generation_config: Any = None, **settings: Any) -> torch.Tensor:
-        config, _ = made.model._prepare_generation_config(generation_config, **settings)
-        found.append(config)
+        config, _ = pipe.model._prepare_generation_config(generation_config, **settings)
+        configs.append(config)
         return torch.tensor([[2, 7, 3]])
 
-    monkeypatch.setattr(made.model, "generate", record)
-    made(TEXT, **call)
-    return found[0]
+    monkeypatch.setattr(pipe.model, "generate", record)
+    pipe(TEXT, **call)
+    return configs[0]
 
 
 def lengths(config: GenerationConfig) -> dict[str, Any]:
     names = ("max_new_tokens", "max_length", "num_beams", "min_length")
-    found = {name: value for name in names if (value := getattr(config, name))}
-    if "max_new_tokens" in found:
+    limits = {name: value for name in names if (value := getattr(config, name))}
+    if "max_new_tokens" in limits:
         # transformers sets `max_length` to 20 and ignores it.
-        del found["max_length"]
-    return found
+        del limits["max_length"]
+    return limits
 
 
 @pytest.mark.parametrize("task", TEXT_TO_TEXT)
@@ -117,7 +117,7 @@ def test_languages_of_a_call_apply_to_this_call_only(model: Any) -> None:
         for languages in ({}, {"src_lang": "en", "tgt_lang": "fr"}, {})
     ]
     expected = [tiny_tokenizer()(f"{words[language]} {TEXT}")["input_ids"] for language in ("de", "fr", "de")]
-    assert ids == [[one] for one in expected]
+    assert ids == [[row] for row in expected]
 
 
 def test_stop_sequence_must_be_one_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

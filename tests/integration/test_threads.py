@@ -32,8 +32,8 @@ def test_parallel_exports(tmp_path: Path) -> None:
     def exported(place: int) -> Artifact:
         return accel.export(models[place], tmp_path / str(place), format=formats[place])
 
-    made = at_once(*(partial(exported, place) for place in range(3)))
-    assert tuple(one.format for one in made) == formats
+    artifacts = at_once(*(partial(exported, place) for place in range(3)))
+    assert tuple(artifact.format for artifact in artifacts) == formats
     assert not torch.compiler.is_exporting()
 
 
@@ -64,6 +64,6 @@ def test_compilation_during_an_export(tmp_path: Path) -> None:
 
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=ids).logits
-    found, _ = at_once(call, lambda: accel.export(exported, tmp_path / "out"))
-    assert (found - expected).abs().max() < 1e-5
+    logits, _ = at_once(call, lambda: accel.export(exported, tmp_path / "out"))
+    assert (logits - expected).abs().max() < 1e-5
     assert [form["state"] for form in model.acceleration.report()] == ["compiled"]

@@ -36,12 +36,12 @@ def model() -> Any:
         "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     config = transformers.SmolVLMConfig(vision_config=vision, text_config=text, image_token_id=_IMAGE, scale_factor=2)
-    made = transformers.SmolVLMForConditionalGeneration(config).eval()
+    tiny_model = transformers.SmolVLMForConditionalGeneration(config).eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in tiny_model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    made.generation_config.eos_token_id = None
-    return made
+    tiny_model.generation_config.eos_token_id = None
+    return tiny_model
 
 
 def _processed(*, splits: bool = True) -> Any:
@@ -54,9 +54,9 @@ def _processed(*, splits: bool = True) -> Any:
     draw = np.random.default_rng(0)
     shapes = ((20, 70), (40, 30), (50, 50))
     pictures = [Image.fromarray(draw.integers(1, 255, (*shape, 3), dtype=np.uint8)) for shape in shapes]
-    made = images([pictures[:2], pictures[2:]], return_tensors="pt")
+    processed = images([pictures[:2], pictures[2:]], return_tensors="pt")
     rows = []
-    for tiles in made["pixel_values"]:
+    for tiles in processed["pixel_values"]:
         count = int((tiles != 0).flatten(1).any(1).sum())
         rows.append([5, *[_IMAGE] * (_TOKENS * count), 7, 8])
     longest = max(map(len, rows))
@@ -65,7 +65,7 @@ def _processed(*, splits: bool = True) -> Any:
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        **{name: made[name] for name in ("pixel_values", "pixel_attention_mask")},
+        **{name: processed[name] for name in ("pixel_values", "pixel_attention_mask")},
     }
 
 

@@ -97,62 +97,62 @@ HOW = {"sequence": [8], "backends": ["toy", "crash"], "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def found(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+def tuning(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuning:
     return tune(model, tmp_path_factory.mktemp("out") / "tuned", data=str(data), max_drop=5.0, **HOW)
 
 
 @pytest.mark.thorough
-def test_plugin_is_a_candidate_by_its_entry_point(found: Tuning) -> None:
-    names = [trial.name for trial in found.trials]
+def test_plugin_is_a_candidate_by_its_entry_point(tuning: Tuning) -> None:
+    names = [trial.name for trial in tuning.trials]
     assert "toy: torch_program float32" in names
-    assert found.winner.backend == "toy"
-    assert found.winner.value == found.reference, "float32 on another runtime answers as PyTorch does"
-    assert found.rows == 40
-    assert found.front[0].winner or found.front
+    assert tuning.winner.backend == "toy"
+    assert tuning.winner.value == tuning.reference, "float32 on another runtime answers as PyTorch does"
+    assert tuning.rows == 40
+    assert tuning.front[0].winner or tuning.front
 
 
-def test_tuning_result_is_pickled_and_copied(found: Tuning) -> None:
-    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
-        assert str(other) == str(found)
+def test_tuning_result_is_pickled_and_copied(tuning: Tuning) -> None:
+    for other in (pickle.loads(pickle.dumps(tuning)), copy.deepcopy(tuning)):
+        assert str(other) == str(tuning)
 
 
-def test_crash_rejects_one_candidate(found: Tuning) -> None:
-    (crashed,) = [trial for trial in found.trials if trial.name == "crash: torch_program float32"]
+def test_crash_rejects_one_candidate(tuning: Tuning) -> None:
+    (crashed,) = [trial for trial in tuning.trials if trial.name == "crash: torch_program float32"]
     assert "ended unexpectedly (exit code 3)" in crashed.reason
 
 
-def test_every_rejected_candidate_is_explained(found: Tuning) -> None:
-    assert sum(trial.winner for trial in found.trials) == 1
-    assert all(trial.reason for trial in found.trials if not trial.winner)
-    page = html_page(found.to_dict())
+def test_every_rejected_candidate_is_explained(tuning: Tuning) -> None:
+    assert sum(trial.winner for trial in tuning.trials) == 1
+    assert all(trial.reason for trial in tuning.trials if not trial.winner)
+    page = html_page(tuning.to_dict())
     assert "Rejected candidates" in page
     assert "Latency against accuracy" in page
 
 
-def test_winner_runs_with_the_measured_settings(found: Tuning) -> None:
-    run = found.artifact.manifest.run
+def test_winner_runs_with_the_measured_settings(tuning: Tuning) -> None:
+    run = tuning.artifact.manifest.run
     assert run is not None
-    assert run.measured["drop"] == found.winner.drop
+    assert run.measured["drop"] == tuning.winner.drop
     assert run.measured["rows"] == 40
     assert (run.measured["batch_size"], run.measured["by_length"]) == (1, True)
-    assert found.winner.speedup is not None
-    assert run.measured["speedup"]["value"] == found.winner.speed == found.winner.speedup.value
-    loaded = ORTModelForSequenceClassification.from_pretrained(found.artifact.path)
+    assert tuning.winner.speedup is not None
+    assert run.measured["speedup"]["value"] == tuning.winner.speed == tuning.winner.speedup.value
+    loaded = ORTModelForSequenceClassification.from_pretrained(tuning.artifact.path)
     assert loaded.backend == "toy"
-    assert loaded._opened.options.to_dict() == dict(found.winner.options)
-    written = json.loads((found.artifact.path / "tune.json").read_text())
-    assert written["winner"] == found.winner.name
+    assert loaded._opened.options.to_dict() == dict(tuning.winner.options)
+    written = json.loads((tuning.artifact.path / "tune.json").read_text())
+    assert written["winner"] == tuning.winner.name
     assert written["accuracy"] == {"batch_size": [1], "by_length": True}
-    assert written["disturbance"]["signs"] == list(found.disturbance.signs) == run.measured["disturbed"]
-    (trial,) = [one for one in written["trials"] if one["winner"]]
-    (variant,) = [one for one in written["variants"] if one["name"] == found.winner.name]
+    assert written["disturbance"]["signs"] == list(tuning.disturbance.signs) == run.measured["disturbed"]
+    (trial,) = [record for record in written["trials"] if record["winner"]]
+    (variant,) = [record for record in written["variants"] if record["name"] == tuning.winner.name]
     assert trial["speedup"]["value"] == variant["cells"][0]["ratio"]["value"] == run.measured["speedup"]["value"]
-    assert evaluate(found.artifact, [{"text": "good", "label": "LABEL_0"}]).batch_size == 1
-    assert "on 40 rows, 1 row a call" in " ".join(render(found).split())
+    assert evaluate(tuning.artifact, [{"text": "good", "label": "LABEL_0"}]).batch_size == 1
+    assert "on 40 rows, 1 row a call" in " ".join(render(tuning).split())
 
 
 def test_second_run_measures_nothing_again(
-    found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing may be loaded again")
@@ -162,12 +162,12 @@ def test_second_run_measures_nothing_again(
     how = {**HOW, "backends": ["toy"]}
     monkeypatch.setattr("accel.tuning.timer.VariantProcess", refuse)
     again = tune(model, tmp_path / "again", data=str(data), max_drop=5.0, **how)
-    assert again.winner.name == found.winner.name
-    assert again.winner.value == found.winner.value
+    assert again.winner.name == tuning.winner.name
+    assert again.winner.value == tuning.winner.value
     assert again.resumed > 0
 
 
-def test_error_names_the_binding_constraint(found: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
+def test_error_names_the_binding_constraint(tuning: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
     how = {**HOW, "backends": ["toy"]}
     with pytest.raises(
         BudgetError, match=r"max_size_mb 0\.001: violated by all candidates; the closest misses it by"
@@ -205,14 +205,14 @@ def test_too_short_time_limit_raises_soon(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["timing", "timing the winner"])
+@pytest.mark.parametrize("slow_kind", ["timing", "timing the winner"])
 def test_short_measurements_are_used_at_the_time_limit(
-    what: str, found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_kind: str, tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heat = timer.CandidateTimer._heat
 
     def late(self: timer.CandidateTimer, group: Any, amount: Any, kind: str) -> Any:
-        if kind == what:
+        if kind == slow_kind:
             return None
         return heat(self, group, amount, kind)
 
@@ -224,26 +224,26 @@ def test_short_measurements_are_used_at_the_time_limit(
     assert again.artifact.manifest.run is not None
 
 
-def test_subset_of_rows_is_reported(found: Tuning) -> None:
-    assert (found.rows, found.total_rows, found.measured_on) == (40, 40, "40 rows")
-    assert replace(found, rows=10).measured_on == "10 of 40 rows"
-    assert set(found.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
+def test_subset_of_rows_is_reported(tuning: Tuning) -> None:
+    assert (tuning.rows, tuning.total_rows, tuning.measured_on) == (40, 40, "40 rows")
+    assert replace(tuning, rows=10).measured_on == "10 of 40 rows"
+    assert set(tuning.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
 
 
 def test_searches_lock_a_shared_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If two searches need the same artifact, only one search builds it. An artifact that a search uses is not removed."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path))
-    one, two = ResultStore(), ResultStore()
-    with one.in_use():
-        with one.alone() as alone:
+    first_store, second_store = ResultStore(), ResultStore()
+    with first_store.in_use():
+        with first_store.alone() as alone:
             assert alone
-        with two.in_use(), one.alone() as alone:
+        with second_store.in_use(), first_store.alone() as alone:
             assert not alone
-        with one.building({"a": 1}, 0.0) as first, two.building({"a": 1}, 0.1) as second:
+        with first_store.building({"a": 1}, 0.0) as first, second_store.building({"a": 1}, 0.1) as second:
             assert (first, second) == (True, False)
-        with two.building({"a": 1}, 0.0) as again:
+        with second_store.building({"a": 1}, 0.0) as again:
             assert again
-    with two.alone() as alone:
+    with second_store.alone() as alone:
         assert alone
 
 
@@ -271,7 +271,7 @@ def test_fresh_store_ignores_old_results_and_stores_new_ones(tmp_path: Path, mon
 
 @pytest.mark.thorough
 def test_interrupted_search_keeps_its_results(
-    found: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel.tuning.search import Search
 

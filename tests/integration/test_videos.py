@@ -72,13 +72,13 @@ def test_transformers_pipeline(
     first.save(file, save_all=True, append_images=rest)
     folder = tiny_folder(family, TASK)
     ours = opened(family, backend, folder, tiny_artifact)
-    given = {"image_processor": processor_of(folder), "video_processor": FromGif(processor_of(folder))}
-    expected = transformers.pipeline(TASK, model=original(folder), **given)(str(file))
-    video = {"video_processor": given["video_processor"]}
-    for stock in (transformers.pipeline(TASK, model=ours, **given), accel.pipeline(TASK, model=ours, **video)):
-        found = stock(str(file))
-        assert [one["label"] for one in found] == [one["label"] for one in expected]
-        assert max(abs(a["score"] - b["score"]) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
+    processors = {"image_processor": processor_of(folder), "video_processor": FromGif(processor_of(folder))}
+    expected = transformers.pipeline(TASK, model=original(folder), **processors)(str(file))
+    video = {"video_processor": processors["video_processor"]}
+    for stock in (transformers.pipeline(TASK, model=ours, **processors), accel.pipeline(TASK, model=ours, **video)):
+        results = stock(str(file))
+        assert [result["label"] for result in results] == [result["label"] for result in expected]
+        assert max(abs(a["score"] - b["score"]) for a, b in zip(results, expected, strict=True)) <= TOLERANCE
     assert ours.input_modalities == ("video",)
 
 
@@ -102,8 +102,8 @@ def rows_labelled_by(folder: Path, form: Callable[[np.ndarray], Any]) -> list[di
 )
 def test_accuracy(form: Callable[[np.ndarray], Any], tiny_folder: Callable[..., Path]) -> None:
     folder = tiny_folder("videomae", TASK)
-    found = accel.evaluate(folder, rows_labelled_by(folder, form), backend="pytorch")
-    assert (found.metric, found.value) == ("accuracy", 0.75)
+    report = accel.evaluate(folder, rows_labelled_by(folder, form), backend="pytorch")
+    assert (report.metric, report.value) == ("accuracy", 0.75)
 
 
 def test_videos_as_arrays_of_a_data_set(tiny_folder: Callable[..., Path]) -> None:
@@ -123,13 +123,15 @@ def test_quantization_calibrated_with_videos(
 ) -> None:
     folder = tiny_folder("videomae", TASK)
     rows = rows_labelled_by(folder, lambda video: [Image.fromarray(frame) for frame in video])
-    made = accel.quantize(tiny_artifact("videomae", TASK), tmp_path / "out", scheme="static-int8", calibration=rows)
+    quantized = accel.quantize(
+        tiny_artifact("videomae", TASK), tmp_path / "out", scheme="static-int8", calibration=rows
+    )
     inputs = processor_of(folder)(list(tiny_video()), return_tensors="pt")
     with torch.inference_mode():
         expected = original(folder)(**inputs).logits
-    found = accel.ORTModelForVideoClassification(made)(**inputs).logits
+    logits = accel.ORTModelForVideoClassification(quantized)(**inputs).logits
     # Random weights are the worst case for quantization. The error of a trained model is a tenth of this limit.
-    assert (found - expected).abs().mean() <= 0.3 * expected.abs().mean()
+    assert (logits - expected).abs().mean() <= 0.3 * expected.abs().mean()
 
 
 def test_videos_with_too_few_frames_are_refused(

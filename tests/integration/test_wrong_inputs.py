@@ -40,40 +40,42 @@ SOUNDS, PIXELS = "input_values", "pixel_values"
 
 def change(name: str, how: Callable[[torch.Tensor], object]) -> Spoil:
     """Return a function that replaces the input `name` by the result of `how`."""
-    return lambda given: {**given, name: how(given[name])} if name in given else None
+    return lambda inputs: {**inputs, name: how(inputs[name])} if name in inputs else None
 
 
 def put(name: str, value: float, *places: Any) -> Spoil:
     """Return a function that writes `value` into the input `name` at `places`."""
 
-    def spoil(given: Inputs) -> Inputs | None:
-        if name not in given:
+    def spoil(inputs: Inputs) -> Inputs | None:
+        if name not in inputs:
             return None
-        changed = given[name].clone()
+        changed = inputs[name].clone()
         changed[places] = value
-        return {**given, name: changed}
+        return {**inputs, name: changed}
 
     return spoil
 
 
 def every(how: Callable[[torch.Tensor], object]) -> Spoil:
     """Return a function that replaces all inputs by the results of `how`."""
-    return lambda given: {name: how(tensor) for name, tensor in given.items()}
+    return lambda inputs: {name: how(tensor) for name, tensor in inputs.items()}
 
 
-def longer(given: Inputs) -> Inputs | None:
+def longer(inputs: Inputs) -> Inputs | None:
     """Repeat the inputs until they are longer than the model's number of positions."""
-    if "input_ids" not in given:
+    if "input_ids" not in inputs:
         return None
     return {
         name: tensor.repeat_interleave(60, dim=1) if name in (*TEXTS, "bbox") else tensor
-        for name, tensor in given.items()
+        for name, tensor in inputs.items()
     }
 
 
 def without(name: str) -> Spoil:
     """Return a function that removes the input `name`."""
-    return lambda given: {other: tensor for other, tensor in given.items() if other != name} if name in given else None
+    return lambda inputs: (
+        {other: tensor for other, tensor in inputs.items() if other != name} if name in inputs else None
+    )
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,11 +146,11 @@ KINDS: Mapping[str, Spoil] = {
     "no rows": every(lambda tensor: tensor[:0]),
     "one number": every(lambda tensor: tensor.reshape(-1)[0]),
     "strided tensors": every(strided),
-    "nothing": lambda given: {},
+    "nothing": lambda inputs: {},
     "no ids": without("input_ids"),
     "no images": without(PIXELS),
     "no sounds": without(SOUNDS),
-    "an unknown input": lambda given: {**given, "input_idz": torch.ones(2, 3)},
+    "an unknown input": lambda inputs: {**inputs, "input_idz": torch.ones(2, 3)},
 }
 
 
@@ -162,7 +164,7 @@ class Subject:
     Attributes:
         model: Model class of accel.
         original: Model class of transformers.
-        family: Name of the tiny model (see the fixture `made`).
+        family: Name of the tiny model (see the fixture `saved_folder`).
         task: Name of the task.
         inputs: Function that creates valid inputs with two rows. The second row is padded.
         answer: Name of the output that is compared.
@@ -186,9 +188,9 @@ def texts(*names: str) -> Callable[[], Inputs]:
         mask = torch.ones_like(ids)
         mask[ROW, 6:] = 0
         boxes = torch.arange(64).reshape(2, 8, 4)
-        known = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids), "bbox": boxes}
-        known["decoder_input_ids"] = ids[:, :3]
-        return {name: known[name] for name in names}
+        tensors = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids), "bbox": boxes}
+        tensors["decoder_input_ids"] = ids[:, :3]
+        return {name: tensors[name] for name in names}
 
     return make
 
@@ -266,7 +268,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(
+def saved_folder(
     shared: Callable[..., Path],
     tiny_folder: Callable[..., Path],
     tiny_artifact: Callable[..., Artifact],
@@ -295,7 +297,7 @@ def made(
     return get
 
 
-def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | None:
+def answers(subject: Subject, original: Any, inputs: Inputs) -> torch.Tensor | None:
     """Return PyTorch's output, or `None` if PyTorch raises an error. Integers are first converted to int64, because
     accel accepts every integer type.
     """
@@ -303,49 +305,49 @@ def answers(subject: Subject, original: Any, given: Inputs) -> torch.Tensor | No
         name: value.long()
         if isinstance(value, torch.Tensor) and value.dtype in (torch.uint8, torch.int8, torch.int32) and name in TEXTS
         else value
-        for name, value in given.items()
+        for name, value in inputs.items()
     }
     try:
         with torch.inference_mode():
-            found: torch.Tensor = original(**widened)[subject.answer]
+            values: torch.Tensor = original(**widened)[subject.answer]
     # The model's own code may raise any exception.
     except Exception:  # noqa: BLE001
         return None
-    return found
+    return values
 
 
-def difference(given: Inputs, found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(inputs: Inputs, actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference at tokens that are not padding, divided by the largest absolute value if that value
     is above 1.
 
     NaN counts as equal to NaN.
     """
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return math.inf
-    mask = given.get("attention_mask")
+    mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.shape == expected.shape[:2] and mask.any():
-        found, expected = found[mask != 0], expected[mask != 0]
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    gap = torch.where(same, torch.zeros_like(found), (found - expected).abs()).nan_to_num(nan=math.inf)
+        actual, expected = actual[mask != 0], expected[mask != 0]
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    gap = torch.where(same, torch.zeros_like(actual), (actual - expected).abs()).nan_to_num(nan=math.inf)
     finite = expected[expected.isfinite()]
     # Divide by the largest value, because T5's logits are of order 10.
     scale = max(1.0, float(finite.abs().max())) if finite.numel() else 1.0
     return float(gap.max()) / scale if gap.numel() else 0.0
 
 
-def outcome(subject: Subject, model: Any, original: Any, given: Inputs) -> str:
+def outcome(subject: Subject, model: Any, original: Any, inputs: Inputs) -> str:
     """Return the outcome of a call as a short text. A text that begins with `wrong:` is a failure."""
     try:
-        found = model(**copy.copy(given))[subject.answer]
+        answer = model(**copy.copy(inputs))[subject.answer]
     except InputError:
         return "refused"
     # Any exception that is not an `InputError` is a failure.
     except Exception as error:  # noqa: BLE001
         return f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    expected = answers(subject, original, given)
+    expected = answers(subject, original, inputs)
     if expected is None:
         return "wrong: answered, and PyTorch refuses it"
-    gap = difference(given, torch.as_tensor(found), expected)
+    gap = difference(inputs, torch.as_tensor(answer), expected)
     return "as PyTorch" if gap <= TOLERANCE else f"wrong: off by {gap:.2g}"
 
 
@@ -354,39 +356,41 @@ def tried(subject: Subject, model: Any, original: Any) -> dict[str, str]:
     call.
     """
     right = subject.inputs()
-    found = {"right": outcome(subject, model, original, right)}
+    outcomes = {"right": outcome(subject, model, original, right)}
     for kind, spoil in KINDS.items():
-        given = spoil(right)
+        spoiled = spoil(right)
         # Skip kinds of audio inputs if the model reads no audio.
-        if given is None or (kind.startswith("sounds") and SOUNDS not in right):
+        if spoiled is None or (kind.startswith("sounds") and SOUNDS not in right):
             continue
-        found[kind] = outcome(subject, model, original, given)
+        outcomes[kind] = outcome(subject, model, original, spoiled)
         after = outcome(subject, model, original, right)
         if after != "as PyTorch":
-            found[kind] += f"; and then the right call is wrong: {after}"
-    return found
+            outcomes[kind] += f"; and then the right call is wrong: {after}"
+    return outcomes
 
 
-def check(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, *, buckets: bool) -> None:
+def check(saved_folder: Callable[[Subject, str], Path], task: str, backend: str, form: str, *, buckets: bool) -> None:
     subject = SUBJECTS[task]
     options = SessionOptions(buckets=BUCKETS if buckets else (), threads=1)
-    original = getattr(transformers, subject.original).from_pretrained(made(subject, "torch")).eval()
-    model = getattr(accel, subject.model).from_pretrained(made(subject, form), backend=backend, session_options=options)
-    found = tried(subject, model, original)
+    original = getattr(transformers, subject.original).from_pretrained(saved_folder(subject, "torch")).eval()
+    model = getattr(accel, subject.model).from_pretrained(
+        saved_folder(subject, form), backend=backend, session_options=options
+    )
+    outcomes = tried(subject, model, original)
     model.close()
-    wrong = [f"{kind}: {word}" for kind, word in found.items() if "wrong" in word]
+    wrong = [f"{kind}: {word}" for kind, word in outcomes.items() if "wrong" in word]
     assert not wrong, "\n".join(wrong)
-    assert found["right"] == "as PyTorch"
-    assert sum(word == "refused" for word in found.values()) >= 5
+    assert outcomes["right"] == "as PyTorch"
+    assert sum(word == "refused" for word in outcomes.values()) >= 5
 
 
 @pytest.mark.parametrize("buckets", [False, True], ids=["plain", "buckets"])
 @pytest.mark.parametrize("backend", ["cpu", "openvino", "pytorch"])
-def test_text_classification(made: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
+def test_text_classification(saved_folder: Callable[[Subject, str], Path], backend: str, buckets: bool) -> None:
     """Test text classification with an ONNX artifact and a transformers folder. This test runs in every test run,
     because it is fast.
     """
-    check(made, "text-classification", backend, "torch" if backend == "pytorch" else "onnx", buckets=buckets)
+    check(saved_folder, "text-classification", backend, "torch" if backend == "pytorch" else "onnx", buckets=buckets)
 
 
 @pytest.mark.thorough
@@ -397,19 +401,21 @@ def test_text_classification(made: Callable[[Subject, str], Path], backend: str,
     ids=["cpu", "openvino-onnx", "openvino-ir", "pytorch"],
 )
 @pytest.mark.parametrize("task", list(SUBJECTS))
-def test_every_task(made: Callable[[Subject, str], Path], task: str, backend: str, form: str, buckets: bool) -> None:
+def test_every_task(
+    saved_folder: Callable[[Subject, str], Path], task: str, backend: str, form: str, buckets: bool
+) -> None:
     if buckets and not SUBJECTS[task].padded:
         pytest.skip("its inputs cannot be padded to buckets")
     if SUBJECTS[task].family in _GENERATORS and (backend, form) == ("openvino", "onnx"):
         pytest.skip("OpenVINO generates with its own exports alone")
-    check(made, task, backend, form, buckets=buckets)
+    check(saved_folder, task, backend, form, buckets=buckets)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 @pytest.mark.parametrize("task", ["text-classification", "image-classification"])
-def test_compiled_models(made: Callable[[Subject, str], Path], task: str) -> None:
-    check(made, task, "inductor", "torch", buckets=False)
+def test_compiled_models(saved_folder: Callable[[Subject, str], Path], task: str) -> None:
+    check(saved_folder, task, "inductor", "torch", buckets=False)
 
 
 def save_conformer(folder: Path) -> None:
@@ -437,9 +443,9 @@ def test_audio_longer_than_positions(shared: Callable[..., Path], backend: str, 
     original = transformers.AutoModelForCTC.from_pretrained(source).eval()
     longest = model.artifact.component().max_sizes["samples"]
     assert int(original._get_feat_extract_output_lengths(longest)) == 700
-    for samples, wanted in ((longest, "as PyTorch"), (longest + 1, "refused"), (3 * longest, "refused")):
-        given = sounds(samples)
-        assert outcome(SUBJECTS["ctc"], model, original, given) == wanted
+    for samples, expected_outcome in ((longest, "as PyTorch"), (longest + 1, "refused"), (3 * longest, "refused")):
+        inputs = sounds(samples)
+        assert outcome(SUBJECTS["ctc"], model, original, inputs) == expected_outcome
     assert outcome(SUBJECTS["ctc"], model, original, sounds()) == "as PyTorch"
 
 
@@ -450,19 +456,19 @@ def test_prompts_without_a_token(generator: Callable[..., Artifact]) -> None:
     model = accel.ORTModelForCausalLM.from_pretrained(
         generator("llama").path, session_options=SessionOptions(threads=1)
     )
-    given = texts("input_ids", "attention_mask")()
-    given["attention_mask"] = given["attention_mask"].flip(1)
-    given["attention_mask"][ROW, :5] = 0
-    whole = model.generate(**given, max_new_tokens=4, do_sample=False)
-    parts = model.generate(**given, max_new_tokens=4, do_sample=False, prefill_chunk_size=4)
-    assert torch.equal(whole, parts)
-    given["attention_mask"][ROW] = 0
+    inputs = texts("input_ids", "attention_mask")()
+    inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+    inputs["attention_mask"][ROW, :5] = 0
+    full = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    parts = model.generate(**inputs, max_new_tokens=4, do_sample=False, prefill_chunk_size=4)
+    assert torch.equal(full, parts)
+    inputs["attention_mask"][ROW] = 0
     for settings in ({}, {"prefill_chunk_size": 4}):
         with pytest.raises(InputError, match="Row 1 of the input 'attention_mask' contains only zeros"):
-            model.generate(**given, max_new_tokens=4, **settings)
+            model.generate(**inputs, max_new_tokens=4, **settings)
     with pytest.raises(InputError, match="Row 1 of the input 'attention_mask' contains only zeros"):
-        model(**given)
+        model(**inputs)
     unchecked = accel.ORTModelForCausalLM.from_pretrained(
         model.artifact.path, session_options=SessionOptions(threads=1, check_inputs=False)
     )
-    assert unchecked(**given).logits.shape[:2] == given["input_ids"].shape
+    assert unchecked(**inputs).logits.shape[:2] == inputs["input_ids"].shape
