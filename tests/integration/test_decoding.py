@@ -188,7 +188,7 @@ class _After(transformers.StoppingCriteria):  # type: ignore[misc]  # transforme
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"return_dict_in_generate": True, "output_scores": True},
         {"use_cache": False},

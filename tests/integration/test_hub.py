@@ -137,7 +137,7 @@ def test_only_needed_files_are_downloaded(
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [({"variant": "q5"}, "q4"), ({"file_name": "onnx/model_q5.onnx"}, "model_q4.onnx")]
+    ("options", "near"), [({"variant": "q5"}, "q4"), ({"file_name": "onnx/model_q5.onnx"}, "model_q4.onnx")]
 )
 def test_missing_graph_downloads_nothing(options: dict[str, str], near: str, hub: FakeHub) -> None:
     with pytest.raises(ArtifactNotFoundError, match=near):
@@ -177,7 +177,7 @@ def test_partial_download_opens_offline(hub: FakeHub, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("answer", "said", "fix"),
+    ("answer", "message", "fix"),
     [
         ((401, ""), "refuses access", "token"),
         ((404, "RepoNotFound"), "no model 'org/model', or the model is private", "token"),
