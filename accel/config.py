@@ -213,23 +213,23 @@ def fitted(subject: str, value: Any, hint: Any, make: Callable[[Any, Any, str], 
     raise WrongTypeError(subject, value, options)
 
 
-def check_names(owner: str, kind: str, names: Iterable[str], known: Collection[str]) -> None:
+def check_names(owner: str, kind: str, names: Iterable[str], valid_names: Collection[str]) -> None:
     """Raise for unknown names of settings, arguments or options.
 
     Args:
         owner: Name of the class or function with these settings, for the error message.
         kind: The word for a name in the error message, such as `setting`.
         names: The names that were passed.
-        known: The names that exist.
+        valid_names: The names that exist.
 
     Raises:
         ConfigError: A name is unknown. The message has the first unknown name, the most similar known name and all
             known names.
     """
     for name in names:
-        if name not in known:
-            fix = f"use one of {', '.join(known)}." if known else f"leave {name} out."
-            raise ConfigError(f"{owner} has no {kind} {name!r}.{did_you_mean(name, known)}", fix=fix)
+        if name not in valid_names:
+            fix = f"use one of {', '.join(valid_names)}." if valid_names else f"leave {name} out."
+            raise ConfigError(f"{owner} has no {kind} {name!r}.{did_you_mean(name, valid_names)}", fix=fix)
 
 
 def check_rising(subject: str, lengths: Sequence[int]) -> None:

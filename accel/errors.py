@@ -181,10 +181,10 @@ _LONGEST_NAME = 200
 """Longest name that gets a suggestion. The search for longer names takes seconds, and they are rarely mistyped."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `" Did you mean 'cpu'?"` for a mistyped name, or an empty string."""
     if len(name) > _LONGEST_NAME:
         return ""
-    close = difflib.get_close_matches(name.lower(), {k.lower(): k for k in known}, n=1, cutoff=0.55)
-    original = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), {k.lower(): k for k in candidates}, n=1, cutoff=0.55)
+    original = {k.lower(): k for k in candidates}
     return f" Did you mean {original[close[0]]!r}?" if close else ""

@@ -26,18 +26,18 @@ def listening(listener: Listener) -> Iterator[None]:
         _listener.reset(token)
 
 
-def report(what: str, done: int = 0, total: int | None = None) -> None:
+def report(description: str, done: int = 0, total: int | None = None) -> None:
     """Send progress to the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
-        listener(what, done, total)
+        listener(description, done, total)
 
 
-def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
     """Yield the items, and report progress after each item."""
     if total is None and isinstance(items, Sized):
         total = len(items)
-    report(what, 0, total)
+    report(description, 0, total)
     for done, item in enumerate(items, start=1):
         yield item
-        report(what, done, total)
+        report(description, done, total)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
 from .home_folder import SEARCHES, accel_home, keeping
-from .writing import STAGING_PREFIX, discard, held, remove_stale
+from .writing import STAGING_PREFIX, discard, locked_file, remove_stale
 
 _GATE_S = 60.0
 
@@ -54,8 +54,8 @@ def clear(name: str | None = None) -> list[CacheEntry]:
         ConfigError: No entry has a name that starts with `name`.
         OutputFolderError: `name` is given, and a running search uses the entry.
     """
-    kept = entries()
-    removed = [entry for entry in kept if name is None or entry.name.startswith(name)]
+    all_entries = entries()
+    removed = [entry for entry in all_entries if name is None or entry.name.startswith(name)]
     if name is not None and not removed:
         raise ConfigError(
             f"The cache has no entry whose name starts with {name!r}.", fix="run `accel cache list` to see the entries."
@@ -89,7 +89,7 @@ def using_searches() -> Iterator[Path]:
     mine = accel_home() / SEARCHES / "running" / f"{os.getpid()}-{secrets.token_hex(4)}.lock"
     with ExitStack() as running:
         with _gate():
-            running.enter_context(held(mine))
+            running.enter_context(locked_file(mine))
         yield mine
 
 
@@ -110,11 +110,11 @@ def _gate() -> AbstractContextManager[bool]:
         home.mkdir(parents=True, exist_ok=True)
         if not os.access(home, os.W_OK | os.X_OK):
             raise PermissionError(f"{home} is not writable")
-    return held(home / f"{SEARCHES}.lock", _GATE_S, keep=True)
+    return locked_file(home / f"{SEARCHES}.lock", _GATE_S, keep=True)
 
 
 def _is_free(lock: Path) -> bool:
-    with held(lock) as free:
+    with locked_file(lock) as free:
         return free
 
 

@@ -169,7 +169,7 @@ def recall(name: str) -> dict[str, Any]:
         return {}
 
 
-def remember(name: str, found: Mapping[str, object]) -> None:
+def remember(name: str, results: Mapping[str, object]) -> None:
     """Save results of checks in a file of `ACCEL_HOME`, so that the checks are not repeated.
 
     Best effort: if `ACCEL_HOME` is read-only, or another process writes at the same time, the checks run again next
@@ -179,8 +179,8 @@ def remember(name: str, found: Mapping[str, object]) -> None:
         path = accel_home() / name
         temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = list({**recall(name), **found}.items())[-_KEPT:]
-        temporary.write_text(json.dumps(dict(kept)), encoding="utf-8")
+        newest = list({**recall(name), **results}.items())[-_KEPT:]
+        temporary.write_text(json.dumps(dict(newest)), encoding="utf-8")
         temporary.replace(path)
     except (OSError, ConfigError) as error:
         logger.debug("cannot save the results of checks in %s: %s", name, error)

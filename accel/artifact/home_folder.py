@@ -41,11 +41,11 @@ def accel_home() -> Path:
 
 
 @contextmanager
-def keeping(what: str) -> Iterator[None]:
+def keeping(data_name: str) -> Iterator[None]:
     """Convert an `OSError` while writing under `ACCEL_HOME` into an error that names this setting.
 
     Args:
-        what: Name of the data being written, for the error message.
+        data_name: Name of the data being written, for the error message.
 
     Raises:
         OutputFolderError: The folder cannot be written.
@@ -54,6 +54,6 @@ def keeping(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputFolderError(
-            f"{what} cannot be saved in the cache folder of accel: {error}.",
+            f"{data_name} cannot be saved in the cache folder of accel: {error}.",
             fix=f"{_REMEDY} and that has free space.",
         ) from error

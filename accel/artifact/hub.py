@@ -201,7 +201,7 @@ def http_errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
     """
     from huggingface_hub.errors import HfHubHTTPError
 
-    library = next(one for one in HfHubHTTPError.__mro__ if one.__module__.startswith("httpx"))
+    library = next(base for base in HfHubHTTPError.__mro__ if base.__module__.startswith("httpx"))
     return (library, HfHubHTTPError, ConnectionError, *more)
 
 
@@ -313,7 +313,7 @@ def one_line(error: Exception) -> str:
 def _unavailable(name: str, error: Exception, options: HubOptions) -> ArtifactNotFoundError:
     """Return the error for a name that is neither a local folder nor a downloadable repository."""
     reason, fix = hub_reason(error, name=name, revision=options.revision)
-    near = did_you_mean(name, [known for known in _known_names(options) if known != name])
+    near = did_you_mean(name, [other for other in _known_names(options) if other != name])
     return ArtifactNotFoundError(f"There is no local folder {name!r}. {reason}{near}", fix=fix)
 
 

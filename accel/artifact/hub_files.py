@@ -82,12 +82,12 @@ def _folder(file: str) -> str:
 
 def _weights(files: Sequence[str]) -> list[str]:
     """Return the PyTorch weight files that transformers and PEFT open; safetensors are preferred."""
-    here = [file for file in files if "/" not in file]
+    top_level = [file for file in files if "/" not in file]
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
-        all_of_it = [file for file in here if file.endswith(suffix)]
+        all_of_it = [file for file in top_level if file.endswith(suffix)]
         usual = re.compile(rf"({stem}(-\d+-of-\d+)?|adapter_model(-\d+-of-\d+)?){re.escape(suffix)}\Z")
-        if found := [file for file in all_of_it if usual.match(file)] or all_of_it:
-            return found
+        if weight_files := [file for file in all_of_it if usual.match(file)] or all_of_it:
+            return weight_files
     return []
 
 
@@ -140,7 +140,9 @@ def _is_data_of(graph: str, file: str, graphs: Sequence[str]) -> bool:
         return False
     if name.endswith((*_NO_DATA, *_COMPANIONS)) or name.startswith((*_NO_DATA_NAMES, ".")):
         return False
-    owners = [one for one in graphs if _folder(one) == _folder(file) and _called_like(file, one)]
+    owners = [
+        candidate for candidate in graphs if _folder(candidate) == _folder(file) and _called_like(file, candidate)
+    ]
     return max(owners, key=len) == graph if owners else True
 
 

@@ -39,7 +39,7 @@ def read_json_list(path: Path) -> list[dict[str, Any]]:
         IntegrityError: The file cannot be read, is too large or nested too deeply, or is not a list of objects.
     """
     values = _parsed(_read(path), path)
-    if not isinstance(values, list) or not all(isinstance(one, dict) for one in values):
+    if not isinstance(values, list) or not all(isinstance(item, dict) for item in values):
         raise IntegrityError(
             f"{path} contains {_named(values)}, but it must contain a JSON list of objects.", fix=_AGAIN
         )
@@ -139,7 +139,8 @@ def _declared(kind: type[Any]) -> dict[str, tuple[Any, bool]]:
     """Return the type of each field of a dataclass, and whether the field is required."""
     hints = get_type_hints(kind)
     return {
-        one.name: (hints[one.name], one.default is MISSING and one.default_factory is MISSING) for one in fields(kind)
+        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(kind)
     }
 
 

@@ -73,11 +73,7 @@ def open_companion(
     path = Path(folder)
     # Check for the files first: without them, transformers creates some tokenizers with an empty vocabulary, which map
     # every word to the unknown token. Image processors are not checked, because config.json may describe them.
-    if (
-        loader in _OWN_FILES
-        and path.is_dir()
-        and not any(found for pattern in patterns for found in path.glob(pattern))
-    ):
+    if loader in _OWN_FILES and path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
         raise _missing(path, kind)
     if loader != "GenerationConfig":
         # If the argument is missing, transformers asks the user on standard input whether code may run.
@@ -170,10 +166,10 @@ def _explain(error: BaseException, folder: str | os.PathLike[str], kind: str, pa
 
 def _check_json(folder: Path, patterns: Sequence[str], cause: BaseException) -> None:
     """Raise for the first file that is not a JSON object. The errors of transformers do not name the file."""
-    for found in sorted({one for pattern in patterns for one in folder.glob(pattern)}):
-        if found.suffix == ".json" and found.is_file():
+    for path in sorted({file for pattern in patterns for file in folder.glob(pattern)}):
+        if path.suffix == ".json" and path.is_file():
             try:
-                read_json(found)
+                read_json(path)
             except IntegrityError as error:
                 raise IntegrityError(error.message, fix=_AGAIN) from cause
 

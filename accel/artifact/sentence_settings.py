@@ -323,7 +323,9 @@ def _layers(folder: Path, modules: list[dict[str, Any]]) -> tuple[tuple[Sentence
                     activation=config.get("activation_function", _DENSE_ACTIVATION),
                 )
             )
-    pooled = [layer.kind for layer in layers[:1]] == ["Pooling"] and all(one.kind != "Pooling" for one in layers[1:])
+    pooled = [layer.kind for layer in layers[:1]] == ["Pooling"] and all(
+        other.kind != "Pooling" for other in layers[1:]
+    )
     return (tuple(layers), "") if pooled else ((), "its first module after the transformer is not its only Pooling")
 
 
@@ -346,11 +348,11 @@ def _modes(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     return modes
 
 
-def _check(path: Path, values: Mapping[str, Any], known: Mapping[str, str | tuple[Any, ...]]) -> None:
+def _check(path: Path, values: Mapping[str, Any], supported: Mapping[str, str | tuple[Any, ...]]) -> None:
     """Raise for unknown fields and unsupported values."""
     for name, value in values.items():
-        use = known.get(name)
-        if use is None or (isinstance(use, tuple) and not any(value == one for one in use)):
+        use = supported.get(name)
+        if use is None or (isinstance(use, tuple) and not any(value == allowed for allowed in use)):
             raise ConfigError(
                 f"{name} is {value!r:.100} in {path}. accel does not support this setting, so its results would differ from "
                 "those of sentence-transformers.",

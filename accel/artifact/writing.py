@@ -168,7 +168,7 @@ def _temporary(target: Path, needs: int) -> Iterator[tuple[Path, os.stat_result]
 
 
 @contextmanager
-def held(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[bool]:
+def locked_file(path: Path, timeout_s: float = 0.0, *, keep: bool = False) -> Iterator[bool]:
     """Lock a file within the block, so that other processes and threads cannot lock it. Yields whether the file was locked.
 
     Args:
@@ -288,13 +288,13 @@ def check_space(folder: Path, needs: int) -> None:
 
 
 def _is_full(error: BaseException, folder: Path) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            unnumbered = seen.errno is None and any(words in str(seen) for words in _SHORT_WRITES)
-            if unnumbered or seen.errno in (errno.ENOSPC, errno.EDQUOT):
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            unnumbered = cause.errno is None and any(words in str(cause) for words in _SHORT_WRITES)
+            if unnumbered or cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     try:
         return shutil.disk_usage(folder).free < _NO_ROOM
     except OSError:

@@ -368,8 +368,10 @@ def _obstacles(
         if (missing := missing_domains(spec, capability, question.domains, inventory.specs)) is not None:
             reasons.append(missing)
         if question.dtype not in capability.dtypes:
-            what = f"it does not run {question.dtype} graphs{'' if '*' in capability.tasks else f' of the task {task}'}"
-            reasons.append(Reason("dtype", f"{what}, only {', '.join(capability.dtypes)}"))
+            limitation = (
+                f"it does not run {question.dtype} graphs{'' if '*' in capability.tasks else f' of the task {task}'}"
+            )
+            reasons.append(Reason("dtype", f"{limitation}, only {', '.join(capability.dtypes)}"))
         if not capability.does(task):
             reasons.append(
                 _other_format(spec, question.format, task) or Reason("task", f"it does not run the task {task}")
@@ -390,11 +392,15 @@ def _obstacles(
 def _other_format(spec: BackendSpec, format: str, task: str) -> Reason | None:
     """Return a reason if the backend runs the task only in other formats; `None` if it does not run the task at all."""
     others = sorted(
-        {one.consumes for one in spec.capabilities if one.stage == "run" and one.consumes and one.does(task)}
+        {
+            capability.consumes
+            for capability in spec.capabilities
+            if capability.stage == "run" and capability.consumes and capability.does(task)
+        }
     )
     if not others:
         return None
-    able = any(one.stage == "export" and one.does(task) for one in spec.capabilities)
+    able = any(capability.stage == "export" and capability.does(task) for capability in spec.capabilities)
     remedy = f"export the model for this backend: `accel export MODEL OUT --backend {spec.name}`" if able else ""
     return Reason("task", f"it runs the task {task} in the format {', '.join(others)}, not {format}", remedy)
 
@@ -407,7 +413,7 @@ def _nothing_runs(
 ) -> BackendUnavailableError:
     """Return the error with the table of backends, and the first remedy of the named backend, or of any backend."""
     format = question.format
-    what = f"The backend {named.name!r} cannot run" if named is not None else "No installed backend can run"
+    subject = f"The backend {named.name!r} cannot run" if named is not None else "No installed backend can run"
     rows = [row for row in selection.table if row.verdict != "broken" and (named is None or row.backend == named.name)]
     fix = next((reason.remedy for row in rows for reason in row.reasons if reason.remedy), None)
     others = [spec.name for spec in inventory.specs if spec.capability("run", format)]
@@ -418,7 +424,7 @@ def _nothing_runs(
         )
     where = f" on {question.device}" if question.device else ""
     return BackendUnavailableError(
-        f"{what} this model (format {format}, {question.dtype}, task {question.task}){where}. Backends that were considered:\n"
+        f"{subject} this model (format {format}, {question.dtype}, task {question.task}){where}. Backends that were considered:\n"
         f"{selection}",
         fix=fix or "run `accel doctor` to see the backends and devices of this machine.",
     )

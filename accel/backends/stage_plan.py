@@ -73,14 +73,14 @@ def plan_stage(
         registry.tell_broken()
     inventory = inventory or registry.inventory()
     specs = inventory.specs if backend is None else (inventory.spec(backend),)
-    declared = {spec: [one for one in spec.capabilities if one.stage == stage] for spec in specs}
-    formats = sorted({_format(one) for able in declared.values() for one in able})
+    declared = {spec: [offer for offer in spec.capabilities if offer.stage == stage] for spec in specs}
+    formats = sorted({_format(offer) for able in declared.values() for offer in able})
     if stage == "export" and backend is not None and formats and format not in formats:
         format = formats[0]
 
     def fitting(capabilities: Iterable[Capability]) -> Capability | None:
-        reading = (one for one in capabilities if one.stage == stage and _format(one) == format)
-        return next((one for one in reading if scheme is None or scheme in one.schemes), None)
+        reading = (offer for offer in capabilities if offer.stage == stage and _format(offer) == format)
+        return next((offer for offer in reading if scheme is None or scheme in offer.schemes), None)
 
     able = {spec: capability for spec, some in declared.items() if (capability := fitting(some)) is not None}
     ready = [spec for spec in able if inventory.missing(spec) is None]
@@ -96,20 +96,20 @@ def plan_stage(
             )
         return StagePlan(stage, owner, able[owner])
     subject = "No installed backend can" if backend is None else f"The backend {backend!r} cannot"
-    what = f"{subject} {stage} a model in the format {format!r}"
+    problem = f"{subject} {stage} a model in the format {format!r}"
     if stage == "export":
-        what = f"{subject} export a model to the format {format!r}"
+        problem = f"{subject} export a model to the format {format!r}"
     if able:
         reasons = {spec.name: inventory.missing(spec) for spec in able}
         raise BackendUnavailableError(
-            f"{what} on this machine. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
+            f"{problem} on this machine. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
             fix=next(reason.remedy for reason in reasons.values() if reason is not None),
         )
     if stage != "export" and formats and format not in formats:
-        raise BackendUnavailableError(f"{what}.", fix=f"pass a model in the format {' or '.join(formats)}.")
+        raise BackendUnavailableError(f"{problem}.", fix=f"pass a model in the format {' or '.join(formats)}.")
     others = [repr(spec.name) for spec in inventory.specs if stage == "prepare" and fitting(spec.capabilities)]
-    reading = (one for some in declared.values() for one in some if _format(one) == format)
-    offered = sorted({scheme for one in reading for scheme in one.schemes})
+    reading = (offer for some in declared.values() for offer in some if _format(offer) == format)
+    offered = sorted({scheme for offer in reading for scheme in offer.schemes})
     if others:
         fix = f"use backend={' or '.join(others)}, or leave backend out."
     else:
@@ -117,7 +117,7 @@ def plan_stage(
             f"use one of {', '.join(offered)}." if offered else "run `accel doctor` to see the stages of each backend."
         )
     with_scheme = f" with the scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
-    raise BackendUnavailableError(f"{what}{with_scheme}", fix=fix)
+    raise BackendUnavailableError(f"{problem}{with_scheme}", fix=fix)
 
 
 def _format(capability: Capability) -> str:
@@ -153,9 +153,9 @@ def missing_domains(
     else:
         remedies.append("use the exported artifact from before it was optimized or quantized")
     able = [
-        one.name
-        for one in specs
-        if (found := one.capability(capability.stage, format)) is not None and not found.foreign(domains)
+        other.name
+        for other in specs
+        if (alternative := other.capability(capability.stage, format)) is not None and not alternative.foreign(domains)
     ]
     if able:
         remedies.append(f"or use the backend {' or '.join(able)}")

@@ -111,19 +111,19 @@ class HybridLayer(CacheLayer, StateLayer):
 _NAMES = {"keys", "values", "indexer_keys", "_sliding_window_tensor"}
 
 
-def _numbered(what: str, number: int) -> str:
-    return f"{what}_{number}" if number else what
+def _numbered(kind: str, number: int) -> str:
+    return f"{kind}_{number}" if number else kind
 
 
-def _by_number(tensors: Tensors, what: str) -> dict[int, torch.Tensor]:
+def _by_number(tensors: Tensors, kind: str) -> dict[int, torch.Tensor]:
     return {
-        int(name.removeprefix(what).lstrip("_") or 0): tensor
+        int(name.removeprefix(kind).lstrip("_") or 0): tensor
         for name, tensor in tensors.items()
-        if name.partition("_")[0] == what
+        if name.partition("_")[0] == kind
     }
 
 
-def made(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy: bool) -> list[Any]:
+def make_cache_layers(layers: Sequence[Layer], feeds: Tensors, total: Any, new: Any, *, roomy: bool) -> list[Any]:
     """Create the cache layers of a model from the `past_…` inputs of its graph.
 
     Args:
@@ -176,7 +176,11 @@ def described(cache: Any, architecture: str) -> list[Layer]:
     descriptions = [_described(layer) for layer in layers] if type(cache) is DynamicCache else []
     if not any(descriptions) or None in descriptions:
         kinds = sorted(
-            {type(layer).__name__ for layer, kept in zip(layers, descriptions, strict=False) if kept is None}
+            {
+                type(layer).__name__
+                for layer, description in zip(layers, descriptions, strict=False)
+                if description is None
+            }
         )
         raise ExportError(
             f"{architecture} cannot be exported for text generation, because accel cannot make graph inputs and outputs of its "
@@ -191,21 +195,21 @@ def _described(layer: Any) -> Layer | None:
     if isinstance(layer, DummyLayer):
         return {}
     cached: dict[str, CachedTensorSpec] = {}
-    for what, tensors in (
+    for kind, tensors in (
         ("conv", getattr(layer, "conv_states", {})),
         ("recurrent", getattr(layer, "recurrent_states", {})),
     ):
         for i, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
-                dtype = tensor.dtype if what == "recurrent" else None
-                cached[_numbered(what, i)] = CachedTensorSpec(tuple(int(n) for n in tensor.shape[1:]), dtype)
+                dtype = tensor.dtype if kind == "recurrent" else None
+                cached[_numbered(kind, i)] = CachedTensorSpec(tuple(int(n) for n in tensor.shape[1:]), dtype)
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and keys.ndim == values.ndim == 4:
         if keys.shape[:3] != values.shape[:3]:
             return None
         # The head sizes of keys and values may differ, as in DeepSeek's latent attention.
-        for what, tensor in (("key", keys), ("value", values)):
-            cached[what] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
+        for kind, tensor in (("key", keys), ("value", values)):
+            cached[kind] = CachedTensorSpec((int(tensor.shape[1]), TOKENS, int(tensor.shape[3])))
     others = {name for name, value in vars(layer).items() if isinstance(value, torch.Tensor)} - _NAMES
     if others or getattr(layer, "indexer_position_ids", None) is not None:
         return None
@@ -217,9 +221,9 @@ def _described(layer: Any) -> Layer | None:
 
 def croppable(layers: Sequence[Layer]) -> bool:
     """Return whether all cached tensors have a token axis, so that tokens can be removed from the end of the cache."""
-    return all(TOKENS in kept.shape for layer in layers for kept in layer.values())
+    return all(TOKENS in tensor.shape for layer in layers for tensor in layer.values())
 
 
 def without_tokens(layers: Sequence[Layer]) -> bool:
     """Return whether no cached tensor has a token axis, because all tensors are states of a fixed size."""
-    return not any(TOKENS in kept.shape for layer in layers for kept in layer.values())
+    return not any(TOKENS in tensor.shape for layer in layers for tensor in layer.values())

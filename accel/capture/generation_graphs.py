@@ -28,7 +28,7 @@ from ..upstream.cache_names import CACHE_NAME, cache_argument
 from ..upstream.library_output import quiet
 from ..upstream.model_internals import masks_not_shortened
 from .cached_attention import CacheLayer, FusedAttention, tracing
-from .cached_layers import TOKENS, Layer, croppable, described, made, presents, without_tokens
+from .cached_layers import TOKENS, Layer, croppable, described, make_cache_layers, presents, without_tokens
 from .output_selection import OutputSelection
 from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
@@ -117,14 +117,14 @@ def _check_parts(source: Source, spec: TaskSpec) -> None:
 class _Part(Wrapper):
     """Base class of the parts of a generating model. Each part becomes one graph, and has named input and output tensors."""
 
-    def __init__(self, model: Any, fusion: FusedAttention | None, kept: list[Layer] | None = None) -> None:
+    def __init__(self, model: Any, fusion: FusedAttention | None, layers: list[Layer] | None = None) -> None:
         super().__init__(model)
         self.fusion = fusion
-        self.kept = kept or []
+        self.kept = layers or []
 
     def layers(self, feeds: Mapping[str, torch.Tensor], total: Any, new: Any) -> list[Any]:
         """Create the cache layers from the `past_…` inputs."""
-        return made(self.kept, dict(feeds), total, new, roomy=self.fusion is not None)
+        return make_cache_layers(self.kept, dict(feeds), total, new, roomy=self.fusion is not None)
 
 
 class _Decoder(_Part):
@@ -231,9 +231,9 @@ class CrossDecoder(_Part):
     """
 
     def __init__(
-        self, model: Any, fusion: FusedAttention | None, kept: list[Layer], encoder_size: int, cross: int
+        self, model: Any, fusion: FusedAttention | None, layers: list[Layer], encoder_size: int, cross: int
     ) -> None:
-        super().__init__(model, fusion, kept)
+        super().__init__(model, fusion, layers)
         self.cross = cross
         self.encoder_size = encoder_size
 
@@ -275,8 +275,8 @@ class CrossDecoder(_Part):
 def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     model: Any = source.model
     parameters = inspect.signature(model.forward).parameters
-    kept = _kept(model)
-    if kept is None:
+    layers = _cached_layers(model)
+    if layers is None:
         return _recomputed(source)
     example, axes = _tokens()
     if "position_ids" in parameters:
@@ -284,8 +284,8 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
     if "logits_to_keep" in parameters:
         example["logits_to_keep"] = torch.tensor([0, 1, 2, 2])
         axes["logits_to_keep"] = {0: "kept"}
-    _add_cache(example, axes, kept, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
-    module = _Decoder(model, fusion, kept).eval()
+    _add_cache(example, axes, layers, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
+    module = _Decoder(model, fusion, layers).eval()
     return replace(
         source,
         name="model",
@@ -294,7 +294,7 @@ def _decoder_only(source: Source, fusion: FusedAttention | None) -> Source:
         axes=axes,
         max_sizes=_positions(model),
         stateful=True,
-        croppable=croppable(kept),
+        croppable=croppable(layers),
         # Some tokenizers return token_type_ids although the model has no input token_type_ids.
         unused_inputs=() if "token_type_ids" in parameters else ("token_type_ids",),
     )
@@ -384,7 +384,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     cross_module = CrossAttention(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
-        kept = _self_kept(model, hidden)
+        layers = _self_attention_layers(model, hidden)
     hidden_axes = {0: "batch"} if fixed else {0: "batch", 1: "encoder_sequence"}
     parts = [
         replace(source, name="encoder", model=encoder, example=encoder_example, axes=encoder_axes),
@@ -407,8 +407,8 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     for name, value in cross.items():
         example[name] = value
         axes[name] = {0: "batch"} if fixed else {0: "batch", 2: "encoder_sequence"}
-    _add_cache(example, axes, kept, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
-    decoder = CrossDecoder(model, fusion, kept, size, len(cross) // 2).eval()
+    _add_cache(example, axes, layers, source.dtype, _CAPACITY if fusion is not None else _TOTAL - _NEW)
+    decoder = CrossDecoder(model, fusion, layers, size, len(cross) // 2).eval()
     parts.append(
         replace(
             source,
@@ -438,19 +438,21 @@ def _add_positions(example: Tensors, axes: dict[str, dict[int, str]]) -> None:
     axes["position_ids"] = {0: "batch", 1: "sequence"}
 
 
-def _add_cache(example: Tensors, axes: dict[str, dict[int, str]], kept: list[Layer], dtype: str, capacity: int) -> None:
+def _add_cache(
+    example: Tensors, axes: dict[str, dict[int, str]], layers: list[Layer], dtype: str, capacity: int
+) -> None:
     generator = torch.Generator().manual_seed(7)
-    for i, layer in enumerate(kept):
-        for what, tensor in layer.items():
+    for i, layer in enumerate(layers):
+        for kind, tensor in layer.items():
             shape = (_BATCH, *(capacity if size == TOKENS else int(size) for size in tensor.shape))
             values = torch.randn(shape, generator=generator)
-            name = f"past_{i}_{what}"
+            name = f"past_{i}_{kind}"
             example[name] = values.to(tensor.dtype or getattr(torch, dtype))
             axes[name] = {0: "batch"} | {at: TOKENS for at, size in enumerate(tensor.shape, start=1) if size == TOKENS}
 
 
 @torch.inference_mode()
-def _kept(model: Any) -> list[Layer] | None:
+def _cached_layers(model: Any) -> list[Layer] | None:
     """Describe the KV cache of a model after a call with three tokens. Return `None` for a model without a KV cache."""
     parameters = inspect.signature(model.forward).parameters
     argument = cache_argument(model)
@@ -489,7 +491,7 @@ def _answer(model: Any, **inputs: Any) -> Any:
         ) from error
 
 
-def _self_kept(model: Any, hidden: torch.Tensor) -> list[Layer]:
+def _self_attention_layers(model: Any, hidden: torch.Tensor) -> list[Layer]:
     output = _answer(
         model,
         decoder_input_ids=torch.zeros((hidden.shape[0], 1), dtype=torch.int64),

@@ -173,13 +173,13 @@ class FormChecks:
     def _compared(
         self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
     ) -> FormVerdict:
-        feeds, kept = self._ragged(form)
+        feeds, mask = self._ragged(form)
         expected = plain(feeds)
         try:
             outputs = compute(feeds)
         except SessionError as error:
             return FormVerdict(form=form.name, difference=float("inf"), tolerance=self.tolerance, error=error.message)
-        difference = self._difference(outputs, expected, kept)
+        difference = self._difference(outputs, expected, mask)
         return FormVerdict(form=form.name, difference=difference, tolerance=self.tolerance)
 
     def _ragged(self, form: GraphForm) -> tuple[Feeds, torch.Tensor | None]:
@@ -191,22 +191,22 @@ class FormChecks:
         axes = {axis for spec in specs for axis in spec.shape if isinstance(axis, str)}
         sizes = {**dict.fromkeys(axes, _ROWS), **form.sizes}
         feeds = dict(feeds_for(specs, sizes, seed=1, folder=self._folder))
-        kept = None
+        mask = None
         for spec in specs:
             if spec.role == "mask" and len(spec.shape) == 2:
-                kept = _ragged_mask(tuple(feeds[spec.name].shape), form.padding)
-                feeds[spec.name] = kept.to(feeds[spec.name].dtype)
-        return feeds, kept
+                mask = _ragged_mask(tuple(feeds[spec.name].shape), form.padding)
+                feeds[spec.name] = mask.to(feeds[spec.name].dtype)
+        return feeds, mask
 
-    def _difference(self, found: Tensors, expected: Tensors, kept: torch.Tensor | None) -> float:
+    def _difference(self, actual: Tensors, expected: Tensors, mask: torch.Tensor | None) -> float:
         """Return the largest difference at positions that are not padding, relative to the largest expected value of each output."""
         by_token = {spec.name for spec in self._component.outputs if spec.shape[:2] == ("batch", "sequence")}
 
         def without_padding(name: str, value: torch.Tensor) -> torch.Tensor:
-            covered = kept is not None and name in by_token and value.shape[:2] == kept.shape
-            return value.cpu()[kept] if covered else value
+            covered = mask is not None and name in by_token and value.shape[:2] == mask.shape
+            return value.cpu()[mask] if covered else value
 
-        results, references = ({n: without_padding(n, v) for n, v in outputs.items()} for outputs in (found, expected))
+        results, references = ({n: without_padding(n, v) for n, v in outputs.items()} for outputs in (actual, expected))
         each = differences_by_output(results, references).values()
         return max((worst / (scale or 1.0) for worst, scale in each), default=0.0)
 
@@ -217,8 +217,8 @@ def _ragged_mask(shape: tuple[int, ...], padding: Padding) -> torch.Tensor:
     if padding == "none":
         return torch.ones(batch, sequence, dtype=torch.bool)
     lengths = torch.linspace(sequence, 1, batch).round().long() if batch > 1 else torch.tensor([max(1, sequence - 1)])
-    kept = torch.arange(sequence)[None, :] < lengths[:, None]
-    return kept.flip(1) if padding == "left" else kept
+    mask = torch.arange(sequence)[None, :] < lengths[:, None]
+    return mask.flip(1) if padding == "left" else mask
 
 
 def _warning(component: str, verdict: FormVerdict) -> str:

@@ -38,8 +38,8 @@ def graph_name(name: str) -> str:
     match = _LAYERS.match(name)
     if match is None:
         return name
-    what = "past_key_values" if match["what"] == "past" else match["what"]
-    return f"{what}.{match['layer']}.{match['kind']}"
+    prefix = "past_key_values" if match["what"] == "past" else match["what"]
+    return f"{prefix}.{match['layer']}.{match['kind']}"
 
 
 def _pair(name: str) -> str | None:

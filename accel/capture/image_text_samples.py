@@ -27,7 +27,7 @@ _TEXTS_OF_ALL = 6
 
 def image_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     """Make two images and three texts: `pixel_values: (batch, channels, height, width)` and `input_ids: (texts, sequence)`."""
-    return _beside(module, folder, SAMPLE_TEXTS, "texts")
+    return _images_and_texts(module, folder, SAMPLE_TEXTS, "texts")
 
 
 def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
@@ -46,7 +46,9 @@ def detection_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             fix="run the model with transformers.",
         )
     one_text = getattr(module.config, "max_text_len", None) is not None
-    return _beside(module, folder, SAMPLE_BATCH if one_text else _TEXTS_OF_ALL, "batch" if one_text else "texts")
+    return _images_and_texts(
+        module, folder, SAMPLE_BATCH if one_text else _TEXTS_OF_ALL, "batch" if one_text else "texts"
+    )
 
 
 def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
@@ -56,17 +58,17 @@ def pair_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
     return {"pixel_values": pixels}, {"pixel_values": {0: "batch"}}, ()
 
 
-def _beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
+def _images_and_texts(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
     """Make two images, and `count` texts whose first axis has the given name."""
-    texts, text_axes, unused = texts_beside(module, folder, count, axis)
+    texts, text_axes, unused = sample_texts(module, folder, count, axis)
     images, axes = image_sample(module, folder, texts)
     return {**texts, **images}, {**text_axes, **axes}, unused
 
 
-def texts_beside(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
+def sample_texts(module: torch.nn.Module, folder: Path | None, count: int, axis: str) -> Sample:
     """Make `count` texts whose first axis has the given name. Also return the names of text inputs that the model ignores."""
     config = text_config(module.config)
     names, unused = text_inputs(module, config, folder)
     axes = {name: {0: axis, 1: "sequence"} for name in names}
-    ones = {name: torch.ones((count, SAMPLE_SEQUENCE), dtype=torch.int64) for name in names}
-    return resize(ones, axes, {axis: count, "sequence": SAMPLE_SEQUENCE}, module.config, seed=0), axes, unused
+    inputs = {name: torch.ones((count, SAMPLE_SEQUENCE), dtype=torch.int64) for name in names}
+    return resize(inputs, axes, {axis: count, "sequence": SAMPLE_SEQUENCE}, module.config, seed=0), axes, unused

@@ -20,5 +20,5 @@ class OutputSelection(Wrapper):
     def forward(self, **inputs: torch.Tensor) -> Tensors:
         """Run the model, and return the outputs in `keeps`. If the model has none of these outputs, return all tensors."""
         outputs = {name: value for name, value in self.model(**inputs).items() if isinstance(value, torch.Tensor)}
-        kept = {name: outputs[name] for name in self.keeps if name in outputs}
-        return {**kept, **inner_states(outputs)} if kept else outputs
+        selected = {name: outputs[name] for name in self.keeps if name in outputs}
+        return {**selected, **inner_states(outputs)} if selected else outputs

@@ -137,9 +137,9 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
             limits.append(rows - offset)
             if isinstance(declared, int) and 0 < declared < rows:
                 limits.append(declared)
-        elif isinstance(kept := getattr(child, "weights", None), torch.Tensor):
+        elif isinstance(table := getattr(child, "weights", None), torch.Tensor):
             # The model computes this table in its constructor (M2M100, TIPSv2). The graph contains the rows that exist during the trace.
-            limits.append(int(declared or kept.shape[0]))
+            limits.append(int(declared or table.shape[0]))
     if (block := longest_at_once(config)) is not None:
         limits.append(block)
     if isinstance(longest := getattr(config, "max_text_len", None), int):

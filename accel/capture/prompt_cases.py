@@ -64,7 +64,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
             image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, logits = _whole(source, part, ids, mask, positions, seed, image, lengths)
+            fixed, logits = _complete_sequence(source, part, ids, mask, positions, seed, image, lengths)
         # The model's own code may raise any exception.
         except Exception as error:
             raise ExportError(
@@ -137,7 +137,7 @@ class _Image:
 
 
 @torch.inference_mode()
-def _whole(
+def _complete_sequence(
     source: Source,
     part: Source,
     ids: torch.Tensor,

@@ -197,17 +197,17 @@ def named_tensors(result: Any) -> Tensors:
     return {f"output.{index}": value for index, value in enumerate(result) if isinstance(value, torch.Tensor)}
 
 
-def max_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+def max_difference(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
     """Return the largest absolute difference and the largest absolute expected value of all outputs.
 
     See `differences_by_output` for the pairing of outputs with expected outputs.
     """
-    each = differences_by_output(found, expected).values()
+    each = differences_by_output(actual, expected).values()
     return max((worst for worst, _ in each), default=0.0), max((scale for _, scale in each), default=0.0)
 
 
 def differences_by_output(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[float, float]]:
     """Return the largest absolute difference and the largest absolute expected value of each output, by name.
 
@@ -215,8 +215,8 @@ def differences_by_output(
     difference is infinite if an output is missing, if it has another shape, or if a value is finite in only one of the two tensors. For
     outputs of integers, the largest expected value is reported as 0, because the integers are indices or labels.
     """
-    by_order = dict(zip(expected, found.values(), strict=False))
-    outputs = found if set(expected) <= set(found) else by_order
+    by_order = dict(zip(expected, actual.values(), strict=False))
+    outputs = actual if set(expected) <= set(actual) else by_order
     return {name: _difference(outputs.get(name), tensor) for name, tensor in expected.items()}
 
 
@@ -232,8 +232,8 @@ def _difference(have: torch.Tensor | None, want: torch.Tensor) -> tuple[float, f
     same = (a == b) | (a.isnan() & b.isnan()) | ((a <= hidden) & (b <= hidden))
     difference = torch.where(same, torch.zeros_like(b), (a - b).abs())
     worst = float(difference.nan_to_num(nan=float("inf")).max())
-    seen = b[b.isfinite() & (b > hidden)]
-    return worst, float(seen.abs().max()) if want.is_floating_point() and seen.numel() else 0.0
+    unmasked = b[b.isfinite() & (b > hidden)]
+    return worst, float(unmasked.abs().max()) if want.is_floating_point() and unmasked.numel() else 0.0
 
 
 INTEGERS = "integers"

@@ -33,7 +33,7 @@ class EndTokenClassifier(Wrapper):
         outputs = model.base_model(input_ids, attention_mask=attention_mask, **inputs)
         hidden = outputs["last_hidden_state"]
         places = torch.arange(hidden.shape[1], device=hidden.device)
-        last = (_kept(input_ids, model.config.eos_token_id, attention_mask) * places).argmax(1)
+        last = (_occurrences(input_ids, model.config.eos_token_id, attention_mask) * places).argmax(1)
         selected = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[2])).squeeze(1)
         others = {
             name: value for name, value in outputs.items() if name not in ("last_hidden_state", "past_key_values")
@@ -41,7 +41,7 @@ class EndTokenClassifier(Wrapper):
         return {"logits": model.classification_head(selected), **others}
 
 
-def _kept(input_ids: torch.Tensor, token: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def _occurrences(input_ids: torch.Tensor, token: int, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Return a tensor `(batch, sequence) int64` with 1 at each occurrence of the token outside of the padding."""
     is_token = (input_ids == token).to(torch.int64)
     return is_token if attention_mask is None else is_token * (attention_mask != 0)

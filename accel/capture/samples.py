@@ -356,12 +356,12 @@ def safe_sizes(sample: Mapping[str, torch.Tensor], axes: Axes) -> dict[str, int]
                     f"The axis name {axis!r} is used for axes of different sizes in the sample: {sizes[axis]} and {size}.",
                     fix="use different names for axes of different sizes, or pass a sample in which all axes of one name have one size.",
                 )
-    taken: set[int] = set()
+    used_sizes: set[int] = set()
     for axis, size in sizes.items():
         size = max(size, 3 if axis == "sequence" else 2)
-        while size in taken:
+        while size in used_sizes:
             size += 1
-        taken.add(size)
+        used_sizes.add(size)
         sizes[axis] = size
     return sizes
 
@@ -438,8 +438,10 @@ def with_special_tokens(feeds: Mapping[str, torch.Tensor], config: Any) -> Tenso
     special = [token for token in dict.fromkeys(special) if 0 <= token < _vocabulary(config)]
     edited = ids.clone()
     for i, row in enumerate(edited):
-        kept = mask[i] != 0 if mask is not None and mask.shape == ids.shape else torch.ones_like(row, dtype=torch.bool)
-        plain = [place for place in kept.nonzero()[1:-1, 0].tolist() if int(row[place]) not in special_ids]
+        not_padding = (
+            mask[i] != 0 if mask is not None and mask.shape == ids.shape else torch.ones_like(row, dtype=torch.bool)
+        )
+        plain = [place for place in not_padding.nonzero()[1:-1, 0].tolist() if int(row[place]) not in special_ids]
         for k, place in enumerate(plain[1::3][:i] if special else ()):
             row[place] = special[(i + k) % len(special)]
     return {**feeds, "input_ids": edited}

@@ -56,19 +56,19 @@ def _first(mask: torch.Tensor) -> torch.Tensor:
 
 def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Pool hidden states with one pooling mode, and return `(batch, hidden)`."""
-    kept = counted.unsqueeze(-1).to(hidden.dtype)
+    token_weights = counted.unsqueeze(-1).to(hidden.dtype)
     if mode == "cls":
         return _at(hidden, _first(counted))
     if mode == "lasttoken":
         return _at(hidden, (counted * torch.arange(1, counted.shape[1] + 1, device=counted.device)).argmax(1))
     if mode == "max":
-        return hidden.masked_fill(kept == 0, torch.finfo(hidden.dtype).min).amax(1)
+        return hidden.masked_fill(token_weights == 0, torch.finfo(hidden.dtype).min).amax(1)
     if mode == "weightedmean":
         # The weight of a token is its position. The first token that is not padding has the weight 1.
         positions = torch.arange(1, mask.shape[1] + 1, device=mask.device) - _first(mask).unsqueeze(1)
-        kept = kept * positions.unsqueeze(-1).to(hidden.dtype)
-    weights = kept.sum(1).clamp(min=1e-9)
-    return (hidden * kept).sum(1) / (weights.sqrt() if mode == "mean_sqrt_len_tokens" else weights)
+        token_weights = token_weights * positions.unsqueeze(-1).to(hidden.dtype)
+    weights = token_weights.sum(1).clamp(min=1e-9)
+    return (hidden * token_weights).sum(1) / (weights.sqrt() if mode == "mean_sqrt_len_tokens" else weights)
 
 
 class Normalize(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 from ..errors import ExportError
 from ..interfaces.family import Sample
 from ..interfaces.wrapper import unwrapped
-from .image_text_samples import texts_beside
+from .image_text_samples import sample_texts
 from .samples import SAMPLE_BATCH, processor_settings
 
 _TEXTS = 3
@@ -39,7 +39,7 @@ def sound_text_sample(module: torch.nn.Module, folder: Path | None) -> Sample:
             "long and short audio differently, and a graph computes all rows of a batch in the same way.",
             fix="run the model with backend='pytorch', or use a checkpoint with enable_fusion=false.",
         )
-    texts, axes, unused = texts_beside(module, folder, _TEXTS, "texts")
+    texts, axes, unused = sample_texts(module, folder, _TEXTS, "texts")
     settings = processor_settings(folder, "feature_extractor")
     # The number of frames is the window of the feature extractor. Without a feature extractor, it is the size of the largest spectrogram
     # that the model does not resize.

@@ -112,8 +112,8 @@ def _one_hot(original: Function) -> Function:
     return one_hot
 
 
-def _pool2d(original: Function, whole: Function) -> Function:
-    """Replace a pooling whose window covers every image by the reduction `whole` of the complete image.
+def _pool2d(original: Function, reduction: Function) -> Function:
+    """Replace a pooling whose window covers every image by a reduction of the complete image.
 
     In EfficientNet, the side of the pooling window is the number of channels. If the image size is variable, OpenVINO rejects such a
     window or reads outside of the image.
@@ -123,7 +123,7 @@ def _pool2d(original: Function, whole: Function) -> Function:
         input: torch.Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any
     ) -> Any:
         if is_fake(input) and _pools_all(input, kernel_size, padding):
-            return whole(input, (-2, -1), keepdim=True)
+            return reduction(input, (-2, -1), keepdim=True)
         return original(input, kernel_size, stride, padding, *args, **kwargs)
 
     return pool2d
@@ -190,8 +190,8 @@ _STAND_INS: tuple[StandIn, ...] = (
     (torch, "isinf", _overflows),
     (torch.Tensor, "__bool__", _bool),
     (torch.nn.functional, "one_hot", _one_hot),
-    (torch.nn.functional, "avg_pool2d", functools.partial(_pool2d, whole=torch.mean)),
-    (torch.nn.functional, "max_pool2d", functools.partial(_pool2d, whole=torch.amax)),
+    (torch.nn.functional, "avg_pool2d", functools.partial(_pool2d, reduction=torch.mean)),
+    (torch.nn.functional, "max_pool2d", functools.partial(_pool2d, reduction=torch.amax)),
 )
 
 

@@ -36,10 +36,10 @@ class VoiceEmbedder(Wrapper):
         for layer in model.tdnn:
             hidden = layer(hidden)
         lengths = lengths_of_tdnn(model, attention_mask.sum(dim=1))
-        kept = (torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]).unsqueeze(-1)
-        count = kept.sum(dim=1)
-        mean = (hidden * kept).sum(dim=1) / count
-        squares = ((hidden - mean.unsqueeze(1)) ** 2 * kept).sum(dim=1)
+        frame_mask = (torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]).unsqueeze(-1)
+        count = frame_mask.sum(dim=1)
+        mean = (hidden * frame_mask).sum(dim=1) / count
+        squares = ((hidden - mean.unsqueeze(1)) ** 2 * frame_mask).sum(dim=1)
         pooled = torch.cat([mean, (squares / (count - 1)).sqrt()], dim=-1)
         embeddings = model.feature_extractor(pooled)
         return {"logits": model.classifier(embeddings), "embeddings": embeddings}

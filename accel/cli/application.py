@@ -180,20 +180,20 @@ def _as_options(words: str) -> str:
     """Replace Python arguments in a remedy by command-line options, for example `calibration=...` by `--calibration`."""
     flags = {
         name: next((flag for flag in info.param_decls or () if flag.startswith("--")), f"--{name.replace('_', '-')}")
-        for one in app.registered_commands
-        if one.callback is not None
-        for name, hint in get_type_hints(one.callback, include_extras=True).items()
+        for command in app.registered_commands
+        if command.callback is not None
+        for name, hint in get_type_hints(command.callback, include_extras=True).items()
         for info in getattr(hint, "__metadata__", ())
         if isinstance(info, OptionInfo)
     }
 
-    def said(found: re.Match[str]) -> str:
-        name, value = found[1], found[2].strip(_QUOTES)
+    def as_option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2].strip(_QUOTES)
         if name not in flags:
-            return found[0]
+            return match[0]
         return flags[name] if value in ("...", "True") else f"{flags[name]} {value}"
 
-    return _SETTING.sub(said, words)
+    return _SETTING.sub(as_option, words)
 
 
 @contextlib.contextmanager
@@ -220,8 +220,8 @@ def _progress_bar() -> Iterator[None]:
     with Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("starting", total=None)
 
-        def listener(what: str, done: int, total: int | None) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+        def listener(description: str, done: int, total: int | None) -> None:
+            bar.update(task, description=description, completed=done, total=total)
 
         with progress.listening(listener):
             yield

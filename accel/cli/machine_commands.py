@@ -63,7 +63,7 @@ def doctor(
         lines.append(
             f"{mark} {status.name:<{width}}  {status.summary}{'' if status.auto else ' (used only if you name it)'}"
         )
-        lines += [f"    {found}: {found.name} {found.arch}".rstrip() for found in status.devices]
+        lines += [f"    {spec}: {spec.name} {spec.arch}".rstrip() for spec in status.devices]
         if status.prepares:
             lines.append(f"    prepares PyTorch models: {', '.join(status.prepares)}")
         lines += [_reason(f"    {reason.message}", reason.remedy) for reason in status.reasons]
@@ -106,9 +106,9 @@ def cache_list() -> CommandResult:
     """List the cached exports of `from_pretrained` and the cached results of `accel tune`, with their sizes."""
     from ..artifact.cache import entries
 
-    kept = entries()
-    lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in kept]
-    return CommandResult(kept, "\n".join(lines) or "The cache is empty.")
+    cached = entries()
+    lines = [f"{entry.bytes / 1e6:9.1f} MB  {entry.name}  ({entry.what})\n{'':14}{entry.path}" for entry in cached]
+    return CommandResult(cached, "\n".join(lines) or "The cache is empty.")
 
 
 @subcommand(cache_app, "clear", verbose=False, epilog="Example: accel cache clear tune")

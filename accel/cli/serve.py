@@ -140,17 +140,17 @@ def serve(
 
 def _named(models: list[str]) -> dict[str, str] | list[str]:
     """Return models by name if an argument has the form `NAME=MODEL`; if not, return the list unchanged."""
-    if not any("=" in one and not Path(one).exists() for one in models):
+    if not any("=" in argument and not Path(argument).exists() for argument in models):
         return models
     from ..serving.worker_models import name_of
 
     sources: dict[str, str] = {}
-    for one in models:
-        name, separator, source = one.partition("=") if not Path(one).exists() else ("", "", "")
-        name, source = (name, source) if separator else (name_of(one), one)
+    for argument in models:
+        name, separator, source = argument.partition("=") if not Path(argument).exists() else ("", "", "")
+        name, source = (name, source) if separator else (name_of(argument), argument)
         if not name or not source or name in sources:
             raise ConfigError(
-                f"The model argument {one!r} is not MODEL or NAME=MODEL, or another model has the same name.",
+                f"The model argument {argument!r} is not MODEL or NAME=MODEL, or another model has the same name.",
                 fix="write NAME=MODEL, with a different name for each model.",
             )
         sources[name] = source
@@ -163,7 +163,8 @@ def _absolute(models: dict[str, str] | list[str]) -> dict[str, str]:
 
     sources = named(models if isinstance(models, dict) else list(models))
     return {
-        name: str(Path(str(one)).resolve()) if Path(str(one)).exists() else str(one) for name, one in sources.items()
+        name: str(Path(str(source)).resolve()) if Path(str(source)).exists() else str(source)
+        for name, source in sources.items()
     }
 
 

@@ -63,24 +63,24 @@ def load_processor(folder: Path, task: str, *, trust_remote_code: bool = False) 
         ) from error
 
 
-def longest(limit: int | None, processor: Any, asked: int | None) -> int | None:
+def longest(limit: int | None, processor: Any, max_length: int | None) -> int | None:
     """Return the number of tokens to which each row is truncated, or `None` for processors without a tokenizer.
 
-    This is `asked`, or the smaller of the model's position limit (`limit`) and the tokenizer's limit when `asked` is `None`.
+    This is `max_length`, or the smaller of the model's position limit (`limit`) and the tokenizer's limit when `max_length` is `None`.
 
     Raises:
-        ConfigError: `asked` is below 3 or above the number of positions of the model.
+        ConfigError: `max_length` is below 3 or above the number of positions of the model.
     """
     if not hasattr(processor, "model_max_length"):
         return None
-    if asked is not None and (asked < 3 or (limit is not None and asked > limit)):
+    if max_length is not None and (max_length < 3 or (limit is not None and max_length > limit)):
         raise ConfigError(
-            f"max_length is {asked}, but it must be at least 3"
+            f"max_length is {max_length}, but it must be at least 3"
             f"{f' and at most {limit}, the number of positions of the model' if limit is not None else ''}.",
             fix=f"use a max_length from 3 to {limit}." if limit is not None else "use a max_length of at least 3.",
         )
     own_limit = processor.model_max_length if processor.model_max_length < _UNLIMITED else None
-    return asked or min((n for n in (limit, own_limit) if n), default=None)
+    return max_length or min((n for n in (limit, own_limit) if n), default=None)
 
 
 def encode(rows: DatasetRows, task: str, processor: Any, max_length: int | None) -> EncodedRows:
@@ -238,16 +238,18 @@ def calibration_batches(
         return data
     if not is_rows(data, {spec.name for spec in inputs}):
         # Store the batches of a generator in a list, because the quantizer may read them several times.
-        kept = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
-        if isinstance(kept, Sequence) and not kept:
+        batches = list(itertools.islice(data, config.samples)) if isinstance(data, Iterator) else data
+        if isinstance(batches, Sequence) and not batches:
             raise QuantizeError("The calibration data has no batches.", fix="pass at least one batch.")
-        return Batches(lambda: map(_tensors, kept, itertools.count()), inputs, {"source": "batches"}, prompts=prompts)
+        return Batches(
+            lambda: map(_tensors, batches, itertools.count()), inputs, {"source": "batches"}, prompts=prompts
+        )
     rows = take(load_rows(data, split=split, revision=revision, token=token), config.samples, config.seed)
     rows = map_columns(rows, artifact.task, columns, answers=False)
     processor = processor or load_processor(artifact.path, artifact.task)
     limit = artifact.components[0].max_sizes.get("sequence")
     encoded = encode(rows, artifact.task, processor, longest(limit, processor, max_length))
-    plan = [part for whole in encoded.plan(batch_size) for part in _bounded(encoded, whole)]
+    plan = [part for group in encoded.plan(batch_size) for part in _bounded(encoded, group)]
     return Batches(lambda: map(encoded.batch, plan), inputs, rows.sample.to_dict(), prompts=prompts)
 
 

@@ -38,7 +38,7 @@ class EncodedRows:
     alone: bool = False
     words: Sequence[Sequence[int | None]] | None = None
 
-    def beside(self, tokens: Mapping[str, Any]) -> Self:
+    def with_inputs(self, tokens: Mapping[str, Any]) -> Self:
         """Return a copy with the same images or sounds that adds the given text inputs to every batch."""
         assert self.media is not None
         column, processor = self.media

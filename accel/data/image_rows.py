@@ -90,7 +90,7 @@ def pixels(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value)
 
 
-def one_channel(value: Any, row: int, what: str) -> npt.NDArray[Any]:
+def one_channel(value: Any, row: int, content: str) -> npt.NDArray[Any]:
     """Convert an image with one value per pixel to an array; three equal channels count as one channel.
 
     Raises:
@@ -101,7 +101,7 @@ def one_channel(value: Any, row: int, what: str) -> npt.NDArray[Any]:
         array = array[..., 0]
     if array.ndim != 2:
         raise InputError(
-            f"The {what} of row {row} is a color image of shape {array.shape}, but it must have a single value per pixel.",
-            fix=f"pass images with one channel that contains the {what}.",
+            f"The {content} of row {row} is a color image of shape {array.shape}, but it must have a single value per pixel.",
+            fix=f"pass images with one channel that contains the {content}.",
         )
     return array

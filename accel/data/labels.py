@@ -163,7 +163,9 @@ def candidate_texts(rows: DatasetRows, names_in: Callable[[Mapping[str, Any]], l
     elif names_in is not None:
         candidates = names_in(features)
     else:
-        candidates = next((list(names) for one in features.values() if (names := getattr(one, "names", None))), [])
+        candidates = next(
+            (list(names) for feature in features.values() if (names := getattr(feature, "names", None))), []
+        )
     if not candidates:
         raise InputError(
             f"{rows.sample.source} has no column of candidate texts and no class names. A zero-shot model compares its inputs with "

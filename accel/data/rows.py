@@ -228,7 +228,7 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
             f"accel cannot read the data file {path.name}: the file type {path.suffix!r} is not supported.",
             fix=f"use a file of one of the types {', '.join(sorted(_READERS))}.",
         )
-    if all(one.stat().st_size == 0 for one in paths):
+    if all(file.stat().st_size == 0 for file in paths):
         raise InputError(f"The data file {path.name} is empty.", fix="pass a file with at least one row.")
     options: dict[str, Any] = {}
     try:
@@ -243,7 +243,7 @@ def read_files(paths: Sequence[Path], *, as_text: bool = False) -> Any:
             if as_text:
                 options["features"] = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
         with quiet():
-            loaded = datasets.load_dataset(reader, data_files=[str(one) for one in paths], split="train", **options)
+            loaded = datasets.load_dataset(reader, data_files=[str(file) for file in paths], split="train", **options)
     except InputError:
         raise
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError, csv.Error) as error:
@@ -274,7 +274,7 @@ def _head(path: Path) -> list[str]:
         raise InputError(
             f"The data file {path.name} has two columns named {repeated!r}.", fix="rename one of the two columns."
         )
-    separator = next((one for one in ";\t|" if len(names) == 1 and one in names[0]), None)
+    separator = next((character for character in ";\t|" if len(names) == 1 and character in names[0]), None)
     if separator is not None:
         kind = "tabs" if separator == "\t" else repr(separator)
         raise InputError(
@@ -347,13 +347,13 @@ def _cache_only() -> Iterator[None]:
             datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def _one_split(data: Any, split: str | None, what: str) -> Any:
+def _one_split(data: Any, split: str | None, source: str) -> Any:
     import datasets
 
     if isinstance(data, datasets.Dataset):
         if split is not None and str(data.split) != split:
             raise ConfigError(
-                f"split is {split!r}, but {what} contains only the split {str(data.split)!r}.", fix="leave split out."
+                f"split is {split!r}, but {source} contains only the split {str(data.split)!r}.", fix="leave split out."
             )
         return data
     if split is None and len(data) == 1:
@@ -362,7 +362,7 @@ def _one_split(data: Any, split: str | None, what: str) -> Any:
         problem = (
             f"no split {split!r}.{did_you_mean(split, data)} Its splits are" if split is not None else "several splits:"
         )
-        raise ConfigError(f"{what} has {problem} {', '.join(data)}.", fix="choose a split with split=... (--split).")
+        raise ConfigError(f"{source} has {problem} {', '.join(data)}.", fix="choose a split with split=... (--split).")
     return data[split]
 
 

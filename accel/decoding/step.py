@@ -137,40 +137,40 @@ class DecoderStep:
             return torch.full((mask.shape[0], 1), past)
         return torch.arange(past, total).expand(mask.shape[0], -1)
 
-    def _places(self, new: int, asked: int | torch.Tensor) -> torch.Tensor:
+    def _places(self, new: int, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
         """Return the indices of the new tokens whose logits are computed.
 
         Raises:
-            InputError: `asked` is neither a number nor a tensor of valid indices.
+            InputError: `logits_to_keep` is neither a number nor a tensor of valid indices.
         """
-        if isinstance(asked, torch.Tensor):
-            return _checked_places(new, asked)
-        if not isinstance(asked, Integral) or isinstance(asked, bool) or asked < 0:
+        if isinstance(logits_to_keep, torch.Tensor):
+            return _checked_places(new, logits_to_keep)
+        if not isinstance(logits_to_keep, Integral) or isinstance(logits_to_keep, bool) or logits_to_keep < 0:
             raise InputError(
-                f"logits_to_keep is {asked!r}, which is neither a number of tokens nor a tensor.",
+                f"logits_to_keep is {logits_to_keep!r}, which is neither a number of tokens nor a tensor.",
                 fix="pass the number of last tokens whose logits are computed (0 for all tokens), or a tensor of token indices.",
             )
         if new == 1:
             return self._last
-        return torch.arange(new - int(asked) if 0 < asked < new else 0, new)
+        return torch.arange(new - int(logits_to_keep) if 0 < logits_to_keep < new else 0, new)
 
 
-def _checked_places(new: int, asked: torch.Tensor) -> torch.Tensor:
+def _checked_places(new: int, indices: torch.Tensor) -> torch.Tensor:
     """Check a tensor of token indices, and replace negative indices (which count from the end) by non-negative indices."""
-    check_readable("logits_to_keep", asked)
-    if asked.ndim != 1 or not asked.numel() or asked.dtype not in INTEGERS:
+    check_readable("logits_to_keep", indices)
+    if indices.ndim != 1 or not indices.numel() or indices.dtype not in INTEGERS:
         raise InputError(
-            f"logits_to_keep is a tensor of shape {tuple(asked.shape)} and dtype {asked.dtype}; it must be a one-dimensional, non-empty "
-            "tensor of integers.",
+            f"logits_to_keep is a tensor of shape {tuple(indices.shape)} and dtype {indices.dtype}; it must be a one-dimensional, "
+            "non-empty tensor of integers.",
             fix="pass a number, or a one-dimensional integer tensor of token indices.",
         )
-    least, most = int(asked.min()), int(asked.max())
+    least, most = int(indices.min()), int(indices.max())
     if least < -new or most >= new:
         raise InputError(
             f"logits_to_keep contains the token index {least if least < -new else most}, but the call has {new} new tokens.",
             fix=f"pass token indices from 0 to {new - 1}.",
         )
-    return asked if least >= 0 else asked % new
+    return indices if least >= 0 else indices % new
 
 
 class TokenSteps:

@@ -76,9 +76,9 @@ class TextPieces:
             self.stopped, self._held = True, ""
             return text[: min(places)]
         # Keep back the longest end of the text that is the start of a stop text.
-        kept = max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+        overlap = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -32,8 +32,8 @@ class KeypointMatcher(Wrapper):
             return self.answers(pixel_values)
         inner: Any = unwrapped(self)
         batch, _, channels, height, width = pixel_values.shape
-        found = detect(inner.keypoint_detector, pixel_values.reshape(batch * 2, channels, height, width))
-        keypoints, scores, descriptors, mask = (one.reshape(batch, 2, *one.shape[1:]) for one in found)
+        detections = detect(inner.keypoint_detector, pixel_values.reshape(batch * 2, channels, height, width))
+        keypoints, scores, descriptors, mask = (tensor.reshape(batch, 2, *tensor.shape[1:]) for tensor in detections)
         places = keypoints * torch.tensor([width, height], dtype=keypoints.dtype, device=keypoints.device)
         matches, sure = self.match(places, descriptors, scores, height, width, mask)
         return {"matches": matches, "matching_scores": sure, "keypoints": keypoints, "mask": mask}
@@ -84,29 +84,29 @@ def detect(detector: Any, pixel_values: torch.Tensor) -> tuple[torch.Tensor, ...
     # transformers (5.23) multiplies the sizes of the score map by 8, although the map has the size of the image. So it does not remove
     # keypoints at the bottom and right border. This code computes the same result.
     inside = (row >= border) & (row < 8 * rows - border) & (column >= border) & (column < 8 * columns - border)
-    kept = ((scores > decoder.keypoint_threshold) & inside).flatten(1)
+    selected = ((scores > decoder.keypoint_threshold) & inside).flatten(1)
     scores = scores.flatten(1)
     limit = decoder.max_keypoints if 0 <= decoder.max_keypoints < rows * columns else rows * columns
-    counts = kept.sum(1)
+    counts = selected.sum(1)
     numbers = counts.clamp(max=limit)
     points = numbers.max().clamp(min=1).item()
     torch._check(points >= 1)  # type: ignore[no-untyped-call]
     torch._check(points <= rows * columns)  # type: ignore[no-untyped-call]
     earliest = torch.arange(rows * columns, 0, -1, device=scores.device)
-    chosen = torch.where(kept, earliest, 0).topk(points, dim=1).indices
+    chosen = torch.where(selected, earliest, 0).topk(points, dim=1).indices
     if limit < rows * columns:
-        best = torch.where(kept, scores, -1.0).topk(points, dim=1).indices
+        best = torch.where(selected, scores, -1.0).topk(points, dim=1).indices
         chosen = torch.where(counts[:, None] > limit, best, chosen)
     mask = torch.arange(points, device=scores.device)[None] < numbers[:, None]
-    there = mask.to(scores.dtype)
+    present = mask.to(scores.dtype)
     places = torch.stack([chosen % columns, chosen // columns], dim=-1).to(scores.dtype)
     maps = described.conv_descriptor_b(described.relu(described.conv_descriptor_a(hidden)))
     maps = torch.nn.functional.normalize(maps, p=2, dim=1)
     descriptors = described._sample_descriptors(places, maps, 8).transpose(1, 2)
     size = torch.tensor([width, height], dtype=scores.dtype, device=scores.device)
     return (
-        places * there[..., None] / size,
-        scores.gather(1, chosen) * there,
-        descriptors * there[..., None],
+        places * present[..., None] / size,
+        scores.gather(1, chosen) * present,
+        descriptors * present[..., None],
         mask.to(torch.int32),
     )

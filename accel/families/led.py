@@ -13,9 +13,9 @@ class LED(Family):
 
     def replacements(self, model: Any) -> list[Replacement]:
         """Return a version of the sliding-window attention that can be traced."""
-        from transformers.models.led import modeling_led as own
+        from transformers.models.led import modeling_led as modeling
 
-        return replacements(own.LEDEncoderSelfAttention, own.LEDEncoder)
+        return replacements(modeling.LEDEncoderSelfAttention, modeling.LEDEncoder)
 
 
 FAMILY = LED()

@@ -108,19 +108,19 @@ def _match(
         final = index == matcher.num_layers - 1
         if not (adaptive or final):
             continue
-        found, sure = (
-            one.reshape(pairs, 2, points)
-            for one in matcher._get_keypoint_matching(descriptors, alive.to(torch.int32), index)
+        partners, sure = (
+            values.reshape(pairs, 2, points)
+            for values in matcher._get_keypoint_matching(descriptors, alive.to(torch.int32), index)
         )
         left = alive.reshape(pairs, 2, points)
         if adaptive and index:
             # This line reproduces transformers (5.23): if one image has no keypoints left, keypoints of the other image match padding,
             # which has the index -1. The match of the padding overwrites the match of the last keypoint.
             numbers = left.sum(-1, keepdim=True)
-            left = left & left.flip(1).gather(2, found.clamp(min=0)) & ~(last & (numbers < numbers.flip(1)))
-        found = torch.where(left, found, -1)
-        matches = torch.where(stopped, matches, found)
-        scores = torch.where(stopped, scores, torch.where(found < 0, 0.0, sure))
+            left = left & left.flip(1).gather(2, partners.clamp(min=0)) & ~(last & (numbers < numbers.flip(1)))
+        partners = torch.where(left, partners, -1)
+        matches = torch.where(stopped, matches, partners)
+        scores = torch.where(stopped, scores, torch.where(partners < 0, 0.0, sure))
         if final:
             break
         confidences = matcher.token_confidence[index](descriptors)

@@ -58,11 +58,11 @@ class Longformer(Roberta):
 
     def replacements(self, model: Any) -> list[Replacement]:
         """Return versions of the sliding-window attention and of the search for the question that can be traced."""
-        from transformers.models.longformer import modeling_longformer as own
+        from transformers.models.longformer import modeling_longformer as modeling
 
         return [
-            *replacements(own.LongformerSelfAttention, own.LongformerModel),
-            (own, "_get_question_end_index", _first_separator),
+            *replacements(modeling.LongformerSelfAttention, modeling.LongformerModel),
+            (modeling, "_get_question_end_index", _first_separator),
         ]
 
     def fill(self, feeds: Tensors, config: Any) -> None:

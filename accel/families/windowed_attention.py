@@ -72,9 +72,9 @@ def _near(
     size, length = layer.one_sided_attn_window_size, hidden.shape[1]
     query, key, value = _heads(layer, _query(layer, layer.query, hidden), layer.key(hidden), layer.value(hidden))
     offsets = torch.arange(3 * size, device=mask.device) - size - torch.arange(size, device=mask.device)[:, None]
-    seen = (offsets.abs() <= size) & (_around(mask[:, None, :, None], size, padding=-1.0) == 0).transpose(3, 4)
+    visible = (offsets.abs() <= size) & (_around(mask[:, None, :, None], size, padding=-1.0) == 0).transpose(3, 4)
     least = torch.finfo(query.dtype).min
-    near = (_blocks(query, size) @ _around(key, size).transpose(3, 4)).masked_fill(~seen, least)
+    near = (_blocks(query, size) @ _around(key, size).transpose(3, 4)).masked_fill(~visible, least)
     far = query @ key.index_select(2, chosen).transpose(2, 3)
     far = far.masked_fill(~is_global.index_select(1, chosen)[:, None, None], least)
     probabilities = _softmax(torch.cat([near, _blocks(far, size)], dim=-1))

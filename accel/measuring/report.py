@@ -275,24 +275,24 @@ def _distributions(rows: _Rows) -> str:
     low, high = min(map(min, samples)), max(map(max, samples))
     span = math.log(high / low) or 1.0
     height = _ROW * len(rows) + 24
-    made = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Every call of each variant'>"]
+    elements = [f"<svg viewBox='0 0 900 {height}' role=img aria-label='Every call of each variant'>"]
     for i, ((variant, _), times) in enumerate(zip(rows, samples, strict=True)):
         y = _ROW * i + 20
-        made.append(f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>")
+        elements.append(f"<text x=0 y={y - 4}>{_text(variant['name'])}</text>")
         bins = [0] * 150
         for t in times:
             bins[min(149, int(150 * math.log(t / low) / span))] += 1
         top = max(bins)
-        made += [
+        elements += [
             f"<rect class=bar x={6 * j} y={y + 20 - 18 * n / top:.1f} width=5 height={18 * n / top:.1f}></rect>"
             for j, n in enumerate(bins)
             if n
         ]
-    made.append(
+    elements.append(
         f"<text class=soft x=0 y={height - 4}>{low:.2f} ms</text>"
         f"<text class=soft x=900 y={height - 4} text-anchor=end>{high:.2f} ms (logarithmic)</text></svg>"
     )
-    return "".join(made)
+    return "".join(elements)
 
 
 def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
@@ -306,19 +306,21 @@ def _scatter(variants: Sequence[Mapping[str, Any]]) -> str:
     low, high = min(y for _, y, _ in points), max(y for _, y, _ in points)
     pad = (high - low) * 0.15 or 0.01
     low, high = low - pad, high + pad
-    made = ["<svg viewBox='0 0 900 380' role=img aria-label='Latency against accuracy'>"]
-    made.append("<line class=axis x1=60 x2=880 y1=340 y2=340></line><line class=axis x1=60 x2=60 y1=10 y2=340></line>")
+    elements = ["<svg viewBox='0 0 900 380' role=img aria-label='Latency against accuracy'>"]
+    elements.append(
+        "<line class=axis x1=60 x2=880 y1=340 y2=340></line><line class=axis x1=60 x2=60 y1=10 y2=340></line>"
+    )
     for part in range(5):
-        made.append(f"<text class=soft x={60 + 205 * part} y=358 text-anchor=middle>{right * part / 4:.1f}</text>")
+        elements.append(f"<text class=soft x={60 + 205 * part} y=358 text-anchor=middle>{right * part / 4:.1f}</text>")
         height = 344 - 82 * part
-        made.append(f"<text class=soft x=54 y={height} text-anchor=end>{low + (high - low) * part / 4:.4f}</text>")
+        elements.append(f"<text class=soft x=54 y={height} text-anchor=end>{low + (high - low) * part / 4:.4f}</text>")
     for number, (x, y, variant) in enumerate(points, start=1):
         px, py = 60 + 820 * x / right, 340 - 330 * (y - low) / (high - low)
-        made.append(
+        elements.append(
             f"<circle class=mark cx={px:.1f} cy={py:.1f} r=5><title>{_text(variant['name'])}</title></circle>"
             f"<text x={px + 7:.1f} y={py - 5:.1f}>{number}</text>"
         )
-    made.append("<text class=soft x=470 y=376 text-anchor=middle>milliseconds (median)</text></svg>")
+    elements.append("<text class=soft x=470 y=376 text-anchor=middle>milliseconds (median)</text></svg>")
     # Points lie close together, so the names are listed below the plot.
     names = "".join(f"<li>{_text(v['name'])}: {x:.2f} ms, {y:.4f}</li>" for x, y, v in points)
-    return "".join([*made, f"<ol>{names}</ol>"])
+    return "".join([*elements, f"<ol>{names}</ol>"])

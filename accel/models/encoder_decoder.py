@@ -138,14 +138,14 @@ class EncoderDecoder(Generator):
         self._check_fork()
         return self._encoder
 
-    def _own(self, cache: Any) -> StateCache:
+    def _own_cache(self, cache: Any) -> StateCache:
         if isinstance(cache, Cache) and not isinstance(cache, StateCache):
             raise InputError(
                 f"past_key_values is a {type(cache).__name__} of transformers, which this encoder-decoder cannot read, because it does "
                 "not contain the encoder's output in the form that the decoder's graph requires.",
                 fix="pass the past_key_values that this model returned, pass model.new_cache(), or leave past_key_values out.",
             )
-        return super()._own(cache)
+        return super()._own_cache(cache)
 
     @numpy_too
     def forward(
@@ -194,7 +194,7 @@ class EncoderDecoder(Generator):
             )
         tensor_of("decoder_input_ids", decoder_input_ids)
         past = one_cache(past_key_values, cache)
-        cache = self.new_cache() if past is None else self._own(past)
+        cache = self.new_cache() if past is None else self._own_cache(past)
         if cache.state is None:
             if encoder_outputs is None:
                 if "attention_mask" in self._encoder.names and attention_mask is not None:
@@ -221,7 +221,7 @@ class EncoderDecoder(Generator):
                     "The argument attention_mask is missing; the decoder needs it to ignore padding in the encoder's output.",
                     fix="pass the attention_mask that the tokenizer or processor returned for the encoder's input.",
                 )
-            cache.constants[_ENCODER_MASK] = _whole(attention_mask)
+            cache.constants[_ENCODER_MASK] = _integer_mask(attention_mask)
         tokens = {"input_ids": decoder_input_ids}
         logits = self.decoder_step(tokens, cache, mask=decoder_attention_mask, position_ids=decoder_position_ids)
         values: dict[str, Any] = {"logits": logits}
@@ -235,7 +235,7 @@ class EncoderDecoder(Generator):
 def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
     """Return the encoder's mask `(batch, encoder_sequence) int64`, or the model's default if the caller passed none."""
     if "attention_mask" in feeds:
-        return _whole(feeds["attention_mask"])
+        return _integer_mask(feeds["attention_mask"])
     main_input = feeds[main]
     if main == _PATCHES:
         # All-zero patches are padding. transformers treats every patch with a zero sum as padding.
@@ -243,7 +243,7 @@ def _mask_for(feeds: Mapping[str, Any], main: str) -> Any:
     return torch.ones(main_input.shape[:2], dtype=torch.int64, device=main_input.device)
 
 
-def _whole(mask: Any) -> Any:
+def _integer_mask(mask: Any) -> Any:
     """Convert a floating-point mask to integers; Pix2Struct's processor returns floating-point masks."""
     return (mask != 0).to(torch.int64) if isinstance(mask, torch.Tensor) and mask.is_floating_point() else mask
 

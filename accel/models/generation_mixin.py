@@ -120,7 +120,7 @@ class Generator(ORTModel, GenerateHooks):
         # The checkpoint's setting only chooses where PyTorch stores its cache and changes no token. (`__init__` warns for "quantized".)
         config.cache_implementation = None
         if kwargs.get(CACHE_NAME) is not None:
-            kwargs[CACHE_NAME] = self._own(kwargs[CACHE_NAME])
+            kwargs[CACHE_NAME] = self._own_cache(kwargs[CACHE_NAME])
         elif config.use_cache is not False:
             kwargs[CACHE_NAME] = self.new_cache()
         if in_parts and isinstance(cache := kwargs.get(CACHE_NAME), StateCache):
@@ -151,7 +151,7 @@ class Generator(ORTModel, GenerateHooks):
         theirs = kwargs.get(CACHE_NAME)
         if not is_theirs(theirs):
             return super().generate(inputs, generation_config, **kwargs)
-        kwargs[CACHE_NAME] = cache = self._own(theirs)
+        kwargs[CACHE_NAME] = cache = self._own_cache(theirs)
         tokens = super().generate(inputs, generation_config, **kwargs)
         cache.write_to(theirs)
         return tokens
@@ -227,7 +227,7 @@ class Generator(ORTModel, GenerateHooks):
 
     # Running
 
-    def _own(self, cache: Any) -> StateCache:
+    def _own_cache(self, cache: Any) -> StateCache:
         """Return the cache itself if it belongs to this model, or a new cache filled from a `DynamicCache`."""
         if is_theirs(cache) and cache.layers and isinstance(cache.layers[0], UncopiedStateLayer):
             cache = cache.layers[0].cache
@@ -270,7 +270,7 @@ class Generator(ORTModel, GenerateHooks):
         logits_to_keep: int | torch.Tensor,
     ) -> Any:
         """Run a decoder-only model and return the logits and the updated cache."""
-        cache = self.new_cache() if past is None else self._own(past)
+        cache = self.new_cache() if past is None else self._own_cache(past)
         logits = self.decoder_step(
             tokens, cache, mask=attention_mask, position_ids=position_ids, logits_to_keep=logits_to_keep
         )

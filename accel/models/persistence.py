@@ -138,7 +138,7 @@ def write_model(
         shutil.copyfile(artifact.path / name, target)
     components = with_files(
         folder,
-        [replace(one, file=Path(one.file).relative_to(inside).as_posix()) for one in artifact.components],
+        [replace(graph, file=Path(graph.file).relative_to(inside).as_posix()) for graph in artifact.components],
         [[Path(name).relative_to(inside).as_posix() for name in of_one] for of_one in names],
     )
     export_manifest = artifact.path / "export.json"
@@ -179,8 +179,10 @@ def save_model(
             fix="save to another folder, or replace the artifact with overwrite=True.",
         )
     with merging(target, needs=artifact.bytes) as temporary:
-        kept = () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
-        for path in kept:
+        processor_files = (
+            () if overwrite or not target.is_dir() else [path for path in target.iterdir() if _is_a_processors(path)]
+        )
+        for path in processor_files:
             shutil.copyfile(path, temporary / path.name)
         write_model(artifact, config, temporary, generation_config=generation_config, companions=companions)
         names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]

@@ -48,10 +48,10 @@ def kept_companion_of(model: Any, loader: str) -> Any:
 
     Each thread has its own processor, because a fast tokenizer stores settings between calls and cannot be shared by threads.
     """
-    kept = _KEPT.by_model.setdefault(model, {})
-    if loader not in kept:
-        kept[loader] = companion_of(model, loader)
-    return kept[loader]
+    companions = _KEPT.by_model.setdefault(model, {})
+    if loader not in companions:
+        companions[loader] = companion_of(model, loader)
+    return companions[loader]
 
 
 def opened_processors(passed: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:

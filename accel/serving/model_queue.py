@@ -174,9 +174,9 @@ class ModelQueue:
                 f"{did_you_mean(name, self.operations)}",
                 fix=f"use one of {', '.join(self.operations)}.",
             )
-        asked = self.operations[name]
-        size = asked.count(inputs)
-        job = Job(asked, inputs, options, time.perf_counter(), size)
+        requested = self.operations[name]
+        size = requested.count(inputs)
+        job = Job(requested, inputs, options, time.perf_counter(), size)
         with self._lock:
             if not self._open:
                 raise EngineClosedError(
@@ -289,13 +289,13 @@ class ModelQueue:
 
     def _take_jobs(self) -> list[Job]:
         """Take requests from the queue that are tokenized together: enough inputs for one batch."""
-        taken: list[Job] = []
+        jobs: list[Job] = []
         size = 0
         while self._raw and size < self._limits.max_batch:
-            taken.append(self._raw.popleft())
-            size += taken[-1].size
+            jobs.append(self._raw.popleft())
+            size += jobs[-1].size
         self._preparing += 1
-        return taken
+        return jobs
 
     def _take_rows(self) -> list[Row]:
         limits = self._limits
@@ -380,8 +380,8 @@ class ModelQueue:
         complete: list[Job] = []
         with self._lock:
             if self._warm:
-                taken = (end - start) / count
-                self._seconds_a_row += (taken - self._seconds_a_row) * (0.1 if self._seconds_a_row else 1.0)
+                seconds = (end - start) / count
+                self._seconds_a_row += (seconds - self._seconds_a_row) * (0.1 if self._seconds_a_row else 1.0)
             # The first call of a session is slower than later calls, so its duration is not measured.
             self._warm = True
             for row in rows:

@@ -17,9 +17,9 @@ _FIX = (
 )
 
 
-def not_finite_error(what: str, place: str) -> NotFiniteError:
+def not_finite_error(subject: str, place: str) -> NotFiniteError:
     """Return an error with the operation and the location of the NaN or infinity, such as `[0].score is nan`."""
-    return NotFiniteError(f"The model computed NaN or infinity for {what}: {place}.", fix=_FIX)
+    return NotFiniteError(f"The model computed NaN or infinity for {subject}: {place}.", fix=_FIX)
 
 
 def find_non_finite(value: Any, path: str = "") -> str | None:

@@ -145,7 +145,7 @@ class TokenizeOperation(Operation):
     def values(self, answer: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the token ids and the token texts of a result by column name."""
         (tokens,) = answer
-        return {"ids": [one["id"] for one in tokens], "tokens": [one["text"] for one in tokens]}
+        return {"ids": [token["id"] for token in tokens], "tokens": [token["text"] for token in tokens]}
 
 
 class TensorOperation(Operation):
@@ -176,23 +176,25 @@ def _pipelines(model: ORTModel) -> tuple[str, ...]:
 
 def operations_of(model: ORTModel) -> dict[str, Operation]:
     """Return the operations of a model by name: first its own task, then its other pipelines, then other operations."""
-    described = {one.name: one for one in (*load_task(model.artifact.task).operations(), *_EVERY_MODEL)}
+    described = {
+        operation.name: operation for operation in (*load_task(model.artifact.task).operations(), *_EVERY_MODEL)
+    }
     pipelines = _pipelines(model)
-    others = (name for name, one in described.items() if name not in pipelines and one.offered(model))
+    others = (name for name, operation in described.items() if name not in pipelines and operation.offered(model))
     return {name: described.get(name) or Operation(name) for name in (*pipelines, *others)}
 
 
 def usual_operation(model: ORTModel) -> Operation:
     """Return the main operation of a model: the first supported operation of its task, or its own pipeline, or `tensors`."""
     offered = operations_of(model)
-    names = (one.name for one in load_task(model.artifact.task).operations())
+    names = (operation.name for operation in load_task(model.artifact.task).operations())
     return next((offered[name] for name in names if name in offered), next(iter(offered.values())))
 
 
 def all_operations() -> dict[str, Operation]:
     """Return the operations of all tasks and of every model, by name. This imports the module of each task."""
-    tasks = (one for task in working_tasks() for one in task.operations())
-    return {one.name: one for one in (*tasks, *_EVERY_MODEL)}
+    tasks = (operation for task in working_tasks() for operation in task.operations())
+    return {operation.name: operation for operation in (*tasks, *_EVERY_MODEL)}
 
 
 def refuse_options(options: Mapping[str, Any], remedies: Mapping[str, str]) -> None:

@@ -65,7 +65,7 @@ def find_prompt(prompts: Mapping[str, str], name: str | Sequence[str] | None) ->
         InputError: There is no prompt of the given single name.
     """
     if not isinstance(name, str):
-        return next((prompts[one] for one in name or () if one in prompts), None)
+        return next((prompts[candidate] for candidate in name or () if candidate in prompts), None)
     if name not in prompts:
         raise InputError(
             f"The model has no prompt {name!r}.{did_you_mean(name, prompts)}",
@@ -115,19 +115,19 @@ def check_texts(inputs: Any) -> list[str]:
     Raises:
         InputError: The inputs are not a list of texts.
     """
-    if not isinstance(inputs, Sequence) or isinstance(inputs, str) or not all(isinstance(one, str) for one in inputs):
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str) or not all(isinstance(text, str) for text in inputs):
         raise InputError("The inputs are not a list of texts.", fix="pass a list of strings.")
     return list(inputs)
 
 
-def check_options(options: Options, known: Sequence[str]) -> None:
+def check_options(options: Options, supported: Sequence[str]) -> None:
     """Raise if a request has unknown options.
 
     Raises:
-        UnknownOptionError: An option is not in `known`.
+        UnknownOptionError: An option is not in `supported`.
     """
-    unknown = sorted(set(options) - set(known))
+    unknown = sorted(set(options) - set(supported))
     if unknown:
         raise UnknownOptionError(
-            f"The operation does not support the options {', '.join(unknown)}.", fix=f"use only {', '.join(known)}."
+            f"The operation does not support the options {', '.join(unknown)}.", fix=f"use only {', '.join(supported)}."
         )

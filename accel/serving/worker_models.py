@@ -62,9 +62,9 @@ def open_all(source: Source, *, workers: int, processors: int | None = None, **a
     """
     if isinstance(source, ORTModel):
         return [source, *(copy.copy(source) for _ in range(workers - 1))]
-    asked = read_arguments(**arguments)
-    plan = with_artifact(ORTModel.plan(source, asked))
-    if asked.settings.options is None:
+    parsed = read_arguments(**arguments)
+    plan = with_artifact(ORTModel.plan(source, parsed))
+    if parsed.settings.options is None:
         uses_all = workers == 1 and processors is None
         share = None if uses_all else max(1, (processors or available_processors()) // workers)
         # Threads that spin between calls occupy processors that the tokenizer and the callers need (docs/adr/0025-serving.md).

@@ -29,7 +29,7 @@ def subfolder_of_graphs(folder: Path) -> str | None:
     """Return the name of the first subfolder with graphs that an installed backend can read, such as `openvino`."""
     subfolders = sorted(path for path in folder.iterdir() if path.is_dir())
     return next(
-        (path.name for path in subfolders if registry.folder_reader([one.name for one in path.iterdir()])), None
+        (path.name for path in subfolders if registry.folder_reader([file.name for file in path.iterdir()])), None
     )
 
 

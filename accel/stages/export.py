@@ -328,8 +328,8 @@ def was_removed(artifact: Artifact, before: tuple[int, int] | None) -> bool:
 
     `before` is the earlier result of `folder_identity`.
     """
-    there = before is not None and folder_identity(artifact) == before
-    return not there and artifact.path.parent == accel_home() / "exports"
+    unchanged = before is not None and folder_identity(artifact) == before
+    return not unchanged and artifact.path.parent == accel_home() / "exports"
 
 
 def source_digest(resolved: ResolvedModel) -> str:

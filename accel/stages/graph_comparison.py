@@ -27,26 +27,26 @@ _LARGER = 1.01
 _MOST_ROUNDING = 1e-2  # largest relative difference that is accepted as a rounding error
 
 
-def warn_of_size(parent: Artifact, made: Artifact, fix: str) -> None:
+def warn_of_size(parent: Artifact, result: Artifact, fix: str) -> None:
     """Warn if the result of a stage is over 1 % larger than its input.
 
     A rewritten graph may have a few more nodes than its input, with the same weights.
     """
-    if made.bytes > _LARGER * parent.bytes:
+    if result.bytes > _LARGER * parent.bytes:
         logger.warning(
             "%s is larger than its input artifact: %s bytes instead of %s bytes. %s",
-            made.path,
-            f"{made.bytes:,}",
+            result.path,
+            f"{result.bytes:,}",
             f"{parent.bytes:,}",
             fix,
         )
 
 
-def accepted_rounding(own: float) -> float:
-    """Return the accepted difference of a float32 graph, relative to an output's scale. `own` is the rounding error of
+def accepted_rounding(pytorch_rounding: float) -> float:
+    """Return the accepted difference of a float32 graph, relative to an output's scale. `pytorch_rounding` is the rounding error of
     PyTorch itself.
     """
-    return min(_OF_ITS_OWN * own, _MOST_ROUNDING)
+    return min(_OF_ITS_OWN * pytorch_rounding, _MOST_ROUNDING)
 
 
 def recorded_rounding(artifact: Artifact) -> float:
@@ -84,8 +84,8 @@ def compare_with_model(
     """
     config: Any = getattr(model, "config", None)
 
-    def compared(own: float) -> dict[str, Any]:
-        rounding = accepted_rounding(own)
+    def compared(pytorch_rounding: float) -> dict[str, Any]:
+        rounding = accepted_rounding(pytorch_rounding)
         comparison = merged(
             {name: compare(session, cases[name], atol, dtype, rounding=rounding) for name, session in sessions.items()}
         )
@@ -100,16 +100,18 @@ def compare_with_model(
     except ValidationError:
         every = [case for some in cases.values() for case in some]
         measurable = len(sessions) == 1 and dtype == "float32" and atol is None
-        own = capture.own_rounding(model, every) if measurable and not any(case.stateful for case in every) else 0.0
-        if not own:
+        pytorch_rounding = (
+            capture.own_rounding(model, every) if measurable and not any(case.stateful for case in every) else 0.0
+        )
+        if not pytorch_rounding:
             raise
-        result = compared(own)
+        result = compared(pytorch_rounding)
     logger.info(
         "PyTorch in float32 differs from PyTorch in float64 by %.2g of the output scale; the graph differs by at most %.2g",
-        own,
+        pytorch_rounding,
         result["max_abs_difference"],
     )
-    return {**result, OWN_ROUNDING: own}
+    return {**result, OWN_ROUNDING: pytorch_rounding}
 
 
 def compare_rows(
@@ -142,7 +144,9 @@ def compare_rows(
     """
     axes = {spec.name: spec.shape.index("batch") for spec in session.inputs if "batch" in spec.shape}
     names = {spec.name for spec in session.inputs if spec.pair is None}
-    case: capture.Case | None = max(cases, key=lambda one: (one.sizes.get("batch", 1), one.sizes.get("sequence", 0)))
+    case: capture.Case | None = max(
+        cases, key=lambda candidate: (candidate.sizes.get("batch", 1), candidate.sizes.get("sequence", 0))
+    )
     count = case.sizes.get("batch", 1) if case is not None and axes else 1
     states = [session.new_state(1) if case is not None and case.stateful else None for _ in range(count)]
     state = session.new_state(count) if states[0] is not None else None
@@ -153,7 +157,7 @@ def compare_rows(
             {name: tensor.narrow(axes[name], i, 1) if name in axes else tensor for name, tensor in batch.items()}
             for i in range(count)
         ]
-        alone = [session.run(row, state=kept) for row, kept in zip(rows, states, strict=True)]
+        alone = [session.run(row, state=row_state) for row, row_state in zip(rows, states, strict=True)]
         try:
             outputs = session.run(batch, state=state)
         except SessionError as error:
@@ -211,22 +215,24 @@ def _accepted(scale: float, atol: float | None, dtype: str, rounding: float) -> 
     return max(capture.tolerance(atol, dtype, scale), rounding * max(1.0, scale) if atol is None else 0.0)
 
 
-def _dependent(what: str) -> ValidationError:
+def _dependent(detail: str) -> ValidationError:
     return ValidationError(
-        f"The output for a row {DEPENDS_ON_ROWS} of its batch: {what}.",
+        f"The output for a row {DEPENDS_ON_ROWS} of its batch: {detail}.",
         fix="run the model with PyTorch and one row per call, and report the model architecture as an issue.",
     )
 
 
-def merged(found: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def merged(comparisons: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Merge the comparisons of several graphs into one record.
 
     The record has the fields of the graph with the largest difference, and all comparisons under the key `components`.
     """
-    if len(found) == 1:
-        return next(iter(found.values()))
-    worst = max(found.values(), key=lambda one: _share(one["max_abs_difference"], one["tolerance"]))
-    return {**worst, "components": dict(found)}
+    if len(comparisons) == 1:
+        return next(iter(comparisons.values()))
+    worst = max(
+        comparisons.values(), key=lambda comparison: _share(comparison["max_abs_difference"], comparison["tolerance"])
+    )
+    return {**worst, "components": dict(comparisons)}
 
 
 def _share(difference: float, tolerance: float) -> float:
@@ -275,19 +281,19 @@ def _without_padding(
     }
 
 
-def _check_outputs(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def _check_outputs(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     """Check that all expected outputs exist and have the expected shapes.
 
     Raises:
         ValidationError: An output is missing, or has another shape.
     """
-    missing = [name for name in expected if name not in found]
-    if missing and len(found) < len(expected):
+    missing = [name for name in expected if name not in outputs]
+    if missing and len(outputs) < len(expected):
         raise ValidationError(
-            f"The graph has no output {', '.join(map(repr, missing))}. Its outputs are {', '.join(map(repr, found))}.",
+            f"The graph has no output {', '.join(map(repr, missing))}. Its outputs are {', '.join(map(repr, outputs))}.",
             fix="compare the graph with the model from which it was exported, or export the model again with the same task.",
         )
-    by_order = dict(zip(expected, found.values(), strict=False)) if missing else found
+    by_order = dict(zip(expected, outputs.values(), strict=False)) if missing else outputs
     for name, values in expected.items():
         if by_order[name].shape != values.shape:
             raise ValidationError(

@@ -111,9 +111,9 @@ def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
     default = QuantizeConfig()
     changed = [f.name for f in fields(config) if getattr(config, f.name) != getattr(default, f.name)]
     able = [c for c in spec.capabilities if c.stage == "quantize" and config.scheme in c.schemes]
-    taken = {name for capability in able for name in capability.takes(config.scheme)}
+    supported = {name for capability in able for name in capability.takes(config.scheme)}
     for name in changed:
-        if name in ("scheme", "samples", "seed") or name in taken:
+        if name in ("scheme", "samples", "seed") or name in supported:
             continue
         others = sorted({s.scheme for c in spec.capabilities for s in c.settings if name in s.names})
         raise ConfigError(

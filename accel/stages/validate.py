@@ -141,15 +141,15 @@ def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.C
     component = artifact.components[0]
     if any(case.stateful for case in cases):
         return cases
-    taken = {spec.name for spec in component.inputs} | set(component.unused_inputs)
-    unknown_inputs = {name for case in cases for name in case.feeds if name not in taken}
+    graph_inputs = {spec.name for spec in component.inputs} | set(component.unused_inputs)
+    unknown_inputs = {name for case in cases for name in case.feeds if name not in graph_inputs}
     if unknown_inputs:
         logger.warning(
             "The graph of %s has no input %s. The comparison uses PyTorch's default for each missing input.",
             artifact.path,
             ", ".join(sorted(unknown_inputs)),
         )
-        feeds = [{name: tensor for name, tensor in case.feeds.items() if name in taken} for case in cases]
+        feeds = [{name: tensor for name, tensor in case.feeds.items() if name in graph_inputs} for case in cases]
         cases = [
             replace(case, feeds=some, expected=capture.reference(source.model, some))
             for case, some in zip(cases, feeds, strict=True)

@@ -198,9 +198,9 @@ _OBJECTS = Column(
 )
 
 
-def _map(use: str, *known: str) -> Column:
+def _map(use: str, *names: str) -> Column:
     """Return the specification of a data column that contains references with one value per pixel, such as depth maps."""
-    return Column(use=use, known=known, holds="map", needed="measuring", answer=True)
+    return Column(use=use, known=names, holds="map", needed="measuring", answer=True)
 
 
 IMAGE_CLASSIFICATION = TaskSpec(

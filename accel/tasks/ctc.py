@@ -45,7 +45,7 @@ class TranscriptPredictor(Predictor):
     kind = "transcripts"
     offline_metrics = (_edit_rate("wer"), _edit_rate("cer"))
 
-    def _longest(self, limit: int | None, asked: int | None) -> int | None:
+    def _longest(self, limit: int | None, max_length: int | None) -> int | None:
         return None
 
     def _references(self) -> list[Any]:

@@ -184,9 +184,9 @@ class DocumentAnswerPredictor(Predictor):
 
         ask = pipeline("document-question-answering", model=model, tokenizer=self.processor)
         limit = {} if self.max_length is None else {"max_seq_len": self.max_length}
-        asked = zip(texts(self.rows, "question"), self._documents, strict=True)
+        questions = zip(texts(self.rows, "question"), self._documents, strict=True)
         predictions: list[Any] = []
-        for question, words in progress.track(list(asked), what):
+        for question, words in progress.track(list(questions), what):
             answers = ask({"question": question, "word_boxes": words}, **limit)
             predictions.append(answers[0]["answer"] if answers else "")
         return predictions

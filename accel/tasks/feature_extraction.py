@@ -143,8 +143,8 @@ class SimilarityPredictor(CosinePredictor):
     def _references(self) -> list[Any]:
         return numbers(self.rows, "score")
 
-    def _longest(self, limit: int | None, asked: int | None) -> int | None:
-        longest = super()._longest(limit, asked)
+    def _longest(self, limit: int | None, max_length: int | None) -> int | None:
+        longest = super()._longest(limit, max_length)
         own_limit = self.settings.max_length
         return longest if own_limit is None or (longest is not None and longest < own_limit) else own_limit
 
@@ -352,9 +352,13 @@ _OTHER_TOKENIZER = (
 
 def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Return the special tokens that the tokenizer adds before and after a text."""
-    whole, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
-    start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-    return list(whole[:start]), list(whole[start + len(bare) :])
+    with_special, without_special = (
+        tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
+    )
+    start = next(
+        (i for i in range(len(with_special)) if with_special[i : i + len(without_special)] == without_special), 0
+    )
+    return list(with_special[:start]), list(with_special[start + len(without_special) :])
 
 
 def _texts_or_ids(inputs: Any) -> list[Any]:

@@ -114,8 +114,8 @@ class ORTModelForImageTextToText(Generator):
         if not tiled:
             self._check_rest({"pixel_attention_mask": mask})
             return pixel_values
-        tiles, whole = _whole_tiles(pixel_values, mask)
-        if not whole:
+        tiles, complete = _whole_tiles(pixel_values, mask)
+        if not complete:
             raise InputError(
                 "pixel_attention_mask has zeros inside of tiles, so some tiles are partly padded, which the graph does not support.",
                 fix="call the model's processor with the prompt and the images; it resizes images to complete tiles.",

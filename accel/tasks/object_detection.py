@@ -128,17 +128,17 @@ def _fields(rows: DatasetRows) -> Mapping[str, Any]:
     return fields
 
 
-def _field(fields: Mapping[str, Any], known: Sequence[str], rows: DatasetRows) -> str:
+def _field(fields: Mapping[str, Any], names: Sequence[str], rows: DatasetRows) -> str:
     """Return the first of the known field names that the objects have.
 
     Raises:
         InputError: The objects have none of these fields.
     """
-    field = next((key for key in known if key in fields), None)
+    field = next((key for key in names if key in fields), None)
     if field is None:
         raise InputError(
             f"The objects in the column {rows.name_of('objects')!r} have the fields {sorted(fields)}, but one of the fields "
-            f"{', '.join(known)} is needed.",
+            f"{', '.join(names)} is needed.",
             fix="use COCO's format: {'bbox': [[x, y, width, height], ...], 'category': [...]}.",
         )
     return field
@@ -271,8 +271,8 @@ def _average_precision(classes: Sequence[tuple[Floats, np.ndarray, np.ndarray, n
             continue  # the weighted rows have no object of this class
         weight = weights[rows]
         right, wrong = np.cumsum(hits * weight, 1), np.cumsum(misses * weight, 1)
-        seen = right + wrong
-        precision = np.divide(right, seen, out=np.zeros_like(seen), where=seen > 0)
+        detections = right + wrong
+        precision = np.divide(right, detections, out=np.zeros_like(detections), where=detections > 0)
         # COCO's interpolation: the precision at each recall value is the maximum precision at this or any higher recall.
         precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
         row = np.zeros((len(THRESHOLDS), len(_RECALLS)))

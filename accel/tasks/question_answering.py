@@ -38,8 +38,8 @@ _LONGEST = 384  # maximum number of tokens of a window: the question and a part 
 
 def _normalized(text: str) -> str:
     """Return the text in lower case without punctuation, articles and extra spaces, like the official SQuAD 1.1 script."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+    letters = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", letters).split())
 
 
 def _overlap(predicted: str, true: str) -> float:

@@ -112,9 +112,9 @@ class NextTokenPredictor(Predictor):
     def _references(self) -> list[Any]:
         return [None] * len(self.rows)
 
-    def _longest(self, limit: int | None, asked: int | None) -> int | None:
+    def _longest(self, limit: int | None, max_length: int | None) -> int | None:
         # A short default window saves memory: the float32 logits of 1,024 tokens and a vocabulary of 150,000 need 600 MB.
-        return asked or min(super()._longest(limit, asked) or _WINDOW, _WINDOW)
+        return max_length or min(super()._longest(limit, max_length) or _WINDOW, _WINDOW)
 
     def _encode(self) -> EncodedRows:
         length = self.max_length or _WINDOW

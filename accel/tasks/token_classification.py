@@ -179,7 +179,7 @@ class EntityOperation(Operation):
         return {"ENTITIES": ("BYTES", 1)}
 
     def tensor_values(self, answer: Any, model: ORTModel) -> Mapping[str, Any]:
-        text = json.dumps(answer, ensure_ascii=False, allow_nan=False, default=lambda one: one.tolist())
+        text = json.dumps(answer, ensure_ascii=False, allow_nan=False, default=lambda value: value.tolist())
         return {"ENTITIES": [text]}
 
     def endpoint(self) -> Endpoint:

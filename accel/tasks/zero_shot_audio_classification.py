@@ -58,7 +58,7 @@ class ZeroShotSoundPredictor(ZeroShotPredictor):
     @staticmethod
     def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
         """Encode the sounds and the texts of the classes. Every batch contains the texts of all classes."""
-        return encode_sounds(rows, processor, None).beside(tokenized(processor, candidates, max_length))
+        return encode_sounds(rows, processor, None).with_inputs(tokenized(processor, candidates, max_length))
 
 
 class ZeroShotAudioClassification(Task):

@@ -54,7 +54,7 @@ class ZeroShotImagePredictor(ZeroShotPredictor):
     def encode(rows: DatasetRows, processor: Any, candidates: Sequence[str], max_length: int | None) -> EncodedRows:
         """Encode the images and the texts of the classes. Every batch contains the texts of all classes."""
         images = encode_images(rows, processor.image_processor, None)
-        return images.beside(tokenized(processor, candidates, max_length))
+        return images.with_inputs(tokenized(processor, candidates, max_length))
 
 
 class ZeroShotImageClassification(Task):

@@ -40,7 +40,7 @@ class ORTModelForZeroShotObjectDetection(ImageTextModel):
         Raises:
             InputError: The number of texts is not a multiple of the number of images.
         """
-        images, texts = (len(one) if getattr(one, "ndim", 0) else 0 for one in (pixel_values, input_ids))
+        images, texts = (len(values) if getattr(values, "ndim", 0) else 0 for values in (pixel_values, input_ids))
         if images and texts % images:
             raise InputError(
                 f"input_ids contains {texts} texts for {images} images, but each image needs the same number of texts.",

@@ -266,9 +266,9 @@ class BackendConformance:
 
     def test_outputs_do_not_alias_the_next_call(self, session: Session) -> None:
         first = session.run(self.feeds(session, seed=1))["logits"]
-        kept = first.clone()
+        snapshot = first.clone()
         session.run(self.feeds(session, seed=2))
-        assert torch.equal(first, kept)
+        assert torch.equal(first, snapshot)
 
     def test_repeated_shapes_give_equal_outputs(self, session: Session) -> None:
         shapes = [(1, 5), (3, 5), (1, 5), (2, 7), (1, 5), (3, 5), (1, 5)]
@@ -439,13 +439,13 @@ class BackendConformance:
         return logits[:, -1] if logits.ndim == 3 else logits
 
     @staticmethod
-    def _part(feeds: Mapping[str, torch.Tensor], cut: slice, held: int) -> dict[str, torch.Tensor]:
-        """Return the inputs of the new tokens, which follow the `held` tokens of a state. The mask covers old and new tokens."""
+    def _part(feeds: Mapping[str, torch.Tensor], cut: slice, cached: int) -> dict[str, torch.Tensor]:
+        """Return the inputs of the new tokens, which follow the `cached` tokens of a state. The mask covers old and new tokens."""
         new = cut.stop - cut.start
         return {
             name: tensor[:new]
             if name == "logits_to_keep"
-            else tensor[:, : held + new]
+            else tensor[:, : cached + new]
             if name == "attention_mask"
             else tensor[:, cut]
             for name, tensor in feeds.items()
@@ -462,22 +462,22 @@ class BackendConformance:
         state = stateful.new_state(2)
         assert isinstance(state, State)
         assert state.length == 0
-        whole = self._continue(stateful, stateful.new_state(2), feeds, slice(0, 8))
+        uninterrupted = self._continue(stateful, stateful.new_state(2), feeds, slice(0, 8))
         self._continue(stateful, state, feeds, slice(0, 5))
         assert state.length == 5
         resumed = self._continue(stateful, state, feeds, slice(5, 8))
         assert state.length == 8
-        assert (whole - resumed).abs().max() <= self.tolerance
+        assert (uninterrupted - resumed).abs().max() <= self.tolerance
 
     def test_steps_equal_runs(self, stateful: Session) -> None:
         """Prepared steps (`Session.steps`) return the same results as `run`, for rows with left padding."""
         feeds = self._left_padded(stateful)
         plain, state = stateful.new_state(2), stateful.new_state(2)
-        for one in (plain, state):
-            self._continue(stateful, one, feeds, slice(0, 7))
+        for each_state in (plain, state):
+            self._continue(stateful, each_state, feeds, slice(0, 7))
         last = self._part(feeds, slice(7, 8), 7)
-        for one in (plain, state):
-            stateful.run(last, outputs=("logits",), state=one)
+        for each_state in (plain, state):
+            stateful.run(last, outputs=("logits",), state=each_state)
         step = stateful.steps(last, state, calls=20)
         if step is None:
             pytest.skip(f"the sessions of {self.backend} have no prepared steps (Session.steps returned None)")
@@ -549,8 +549,8 @@ class BackendConformance:
 
     def _alone(self, session: Session, feeds: Mapping[str, torch.Tensor], row: int, length: int) -> torch.Tensor:
         """Return the logits after the first `length` tokens of one row, computed in a separate call."""
-        one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
-        return self._continue(session, session.new_state(1), one, slice(0, length))
+        row_feeds = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
+        return self._continue(session, session.new_state(1), row_feeds, slice(0, length))
 
     def _joined(self, session: Session, feeds: Mapping[str, torch.Tensor], lengths: tuple[int, ...]) -> State:
         """Join single-row states to a state of several rows and return it. Row i of the state has `lengths[i]` tokens."""
@@ -559,8 +559,8 @@ class BackendConformance:
             state = session.new_state(1)
             if not state.joinable:
                 pytest.skip(f"the states of {self.backend} cannot be joined")
-            one = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
-            self._continue(session, state, one, slice(0, length))
+            row_feeds = {name: tensor[row : row + 1] if tensor.ndim > 1 else tensor for name, tensor in feeds.items()}
+            self._continue(session, state, row_feeds, slice(0, length))
             states.append(state)
         for state in states[1:]:
             states[0].join(state)
@@ -571,12 +571,12 @@ class BackendConformance:
         session: Session, state: State, feeds: Mapping[str, torch.Tensor], rows: list[int], lengths: list[int]
     ) -> torch.Tensor:
         """Run the next token of each row: row i of the state already contains `lengths[i]` tokens. Return the logits."""
-        held = torch.tensor(lengths)
+        cached = torch.tensor(lengths)
         total = state.length + 1
         step = {}
         for name, tensor in feeds.items():
             if name == "attention_mask":
-                step[name] = (torch.arange(total) >= (total - 1 - held).unsqueeze(1)).long()
+                step[name] = (torch.arange(total) >= (total - 1 - cached).unsqueeze(1)).long()
             elif name == "logits_to_keep":
                 step[name] = tensor[:1]
             else:

@@ -111,7 +111,7 @@ class ArtifactBuilder:
             recipes: Recipes of the artifacts.
             share: Fraction of the time limit after which unfinished builds are stopped.
         """
-        return [(recipe, self._pool.submit(self._one, recipe, share)) for recipe in recipes]
+        return [(recipe, self._pool.submit(self._facts_of, recipe, share)) for recipe in recipes]
 
     def finish(self, begun: Sequence[tuple[Recipe, Future[ArtifactFacts | str]]]) -> list[BuiltArtifact]:
         """Wait for the builds that `begin` started, and return the built artifacts. Reasons of failures are stored in `failed`."""
@@ -133,16 +133,16 @@ class ArtifactBuilder:
         """
         if str(built.recipe) in self._existing:
             return
-        facts = self._pool.submit(self._one, built.recipe, 1.0, files=True).result()
+        facts = self._pool.submit(self._facts_of, built.recipe, 1.0, files=True).result()
         if isinstance(facts, str):
             raise SessionError(facts)
 
-    def tidy(self, kept: set[Path]) -> None:
-        """Remove the files of optimized and quantized artifacts that are not in `kept`. Exports and all measurements are kept."""
+    def tidy(self, needed: set[Path]) -> None:
+        """Remove the files of optimized and quantized artifacts that are not in `needed`. Exports and all measurements are kept."""
         rewrites = [built for built in self._built.values() if built.recipe.parent is not None]
         with self._store.alone() as alone:
             for built in rewrites if alone else ():
-                if built.path not in kept:
+                if built.path not in needed:
                     discard(built.path)
 
     def _ask(self, share: float, function: Callable[..., Any], *args: Any) -> Any:
@@ -166,12 +166,12 @@ class ArtifactBuilder:
             "versions": self._subject.versions,
         }
 
-    def _one(self, recipe: Recipe, share: float, *, files: bool = False) -> ArtifactFacts | str:
+    def _facts_of(self, recipe: Recipe, share: float, *, files: bool = False) -> ArtifactFacts | str:
         """Return facts about an artifact, or the reason why it cannot be built. With `files`, build it again if its folder is missing."""
         key = self._key(recipe)
         # Two recipes may have the same parent, and only one thread may build it.
         with self._turns.setdefault(str(recipe), threading.Lock()):
-            if (stored := self._known(key, files)) is not None:
+            if (stored := self._stored_facts(key, files)) is not None:
                 return stored
             if self._clock.left(share) <= 0:
                 return LATE
@@ -179,10 +179,10 @@ class ArtifactBuilder:
                 if not ours:
                     return LATE
                 # Another search with the same store may have built the artifact while this one waited for the lock.
-                stored = self._known(key, files)
+                stored = self._stored_facts(key, files)
                 return stored if stored is not None else self._build(recipe, key, share)
 
-    def _known(self, key: Mapping[str, Any], files: bool) -> ArtifactFacts | str | None:
+    def _stored_facts(self, key: Mapping[str, Any], files: bool) -> ArtifactFacts | str | None:
         out = self._store.artifact(key)
         stored = self._store.get("builds", key)
         if stored is not None and "error" in stored:
@@ -195,7 +195,7 @@ class ArtifactBuilder:
         out = self._store.artifact(key)
         parent: Path | Artifact | None = self._existing.get(str(recipe.parent))
         if recipe.parent is not None and parent is None:
-            if isinstance(problem := self._one(recipe.parent, share, files=True), str):
+            if isinstance(problem := self._facts_of(recipe.parent, share, files=True), str):
                 return problem
             parent = self._store.artifact(self._key(recipe.parent))
         logger.info("building %s", recipe)

@@ -187,7 +187,7 @@ class _FirstBatches:
         return {name: batches[: self._count] for name, batches in getattr(self._batches, "parts", {}).items()}
 
 
-def _silent(what: str, done: int, total: int | None) -> None:
+def _silent(description: str, done: int, total: int | None) -> None:
     """Progress listener that ignores all reports. It hides the progress of steps inside another step."""
 
 

@@ -49,7 +49,7 @@ class CandidateComparison:
         """Return the objective relative to the baseline of the same measurement; tables print this number."""
         return self._ratio(tried.last.result, tried.last.anchor)
 
-    def beside(self, survivor: TriedCandidate, other: TriedCandidate) -> Ratio:
+    def advantage(self, survivor: TriedCandidate, other: TriedCandidate) -> Ratio:
         """Return how many times better `survivor` is than `other`."""
         if _calls(survivor.last.anchor) == _calls(other.last.anchor):
             # Both candidates were measured in the same rounds.
@@ -65,7 +65,7 @@ class CandidateComparison:
         `Ratio.equal` decides which candidates are as good. `Candidate.complexity` decides which is the simplest; among equally simple
         candidates, the one that was tried first wins.
         """
-        equal = [tried for tried in fitting if tried is fitting[0] or self.beside(fitting[0], tried).equal]
+        equal = [tried for tried in fitting if tried is fitting[0] or self.advantage(fitting[0], tried).equal]
         order = list(map(id, self.tried.values()))
         return min(equal, key=lambda tried: (tried.candidate.complexity, order.index(id(tried))), default=None)
 
@@ -206,7 +206,7 @@ class CandidateComparison:
             return f"only {self.speedup(tried)} times as good as PyTorch float32 in the short measurement; other candidates were better"
         if missed := self.violations(tried):
             return "; ".join(f"misses {name} by {by:.4g}" for name, by in missed.items())
-        gain = self.beside(winner, tried)
+        gain = self.advantage(winner, tried)
         if gain.equal:
             return f"it meets the constraints and is as good as the winner ({gain}), but the winner is simpler"
         if gain.value > 1:

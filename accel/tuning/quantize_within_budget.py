@@ -226,9 +226,9 @@ def quantize(
                 )
         finally:
             search.close()
-        kept = _keep(winner, layers, search, prepared, skipped, max_drop, work)
+        result = _keep(winner, layers, search, prepared, skipped, max_drop, work)
     logger.info("kept %s", winner.candidate.recipe)
-    return Artifact(target, kept.manifest)
+    return Artifact(target, result.manifest)
 
 
 def _recipes(

@@ -15,7 +15,7 @@ from typing import Any
 from ..artifact.cache import alone_with_searches, using_searches
 from ..artifact.checksums import folder_digest, sha256
 from ..artifact.home_folder import SEARCHES, accel_home, keeping
-from ..artifact.writing import held
+from ..artifact.writing import locked_file
 from ..upstream.pipeline_internals import fingerprint_of
 
 
@@ -73,7 +73,7 @@ class ResultStore:
 
     def building(self, key: Mapping[str, Any], timeout_s: float) -> AbstractContextManager[bool]:
         """Lock the artifact of a key, which another search may be building; yield whether the lock was acquired before the timeout."""
-        return held(self.artifact(key).with_suffix(".lock"), timeout_s, keep=True)
+        return locked_file(self.artifact(key).with_suffix(".lock"), timeout_s, keep=True)
 
     def artifact(self, key: Mapping[str, Any]) -> Path:
         """Return the folder for the artifact of a key."""

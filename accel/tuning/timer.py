@@ -112,7 +112,7 @@ class CandidateTimer:
         waiting = []
         for tried in group:
             if (record := self._store.get("screens", self._key(tried, "screen"))) is not None:
-                tried.screen = _kept({"search": str(tried.candidate), **record})
+                tried.screen = _measurement({"search": str(tried.candidate), **record})
             else:
                 waiting.append(tried)
         for i in range(0, len(waiting), _HEAT):
@@ -132,7 +132,7 @@ class CandidateTimer:
                     tried.reason = LATE
             for tried, record, lost in timed or ():
                 record["search"] = self._search
-                tried.screen = _kept(record)
+                tried.screen = _measurement(record)
                 # If the process of a candidate ended early, do not store its result: the candidate may succeed next time.
                 if not lost:
                     self._store.put("screens", self._key(tried, "screen"), record)
@@ -147,7 +147,7 @@ class CandidateTimer:
             alone: Whether `group` is one candidate that is timed only with the baseline, as in production. Next to several other
                 processes, which fill the caches with their data, calls are 10 to 15 % slower (MiniLM 1x32 in int8).
         """
-        kind, folder, what = ("alone", "alone", "timing the winner") if alone else ("final", "finals", "timing")
+        kind, folder, description = ("alone", "alone", "timing the winner") if alone else ("final", "finals", "timing")
         records: list[tuple[TriedCandidate, dict[str, Any]]] = []
         waiting = []
         for tried in group:
@@ -159,12 +159,12 @@ class CandidateTimer:
         left = (self._clock.left() - self._loading_s - _RESERVE_S) / max(len(self._workloads), 1)
         amount = replace(FINAL, budget_s=min(FINAL.budget_s, left))
         if waiting and amount.budget_s >= 1:
-            for tried, record, _ in self._heat(waiting, amount, what) or ():
+            for tried, record, _ in self._heat(waiting, amount, description) or ():
                 records.append((tried, record))
                 if amount == FINAL and record["result"]["error"] is None:
                     self._store.put(folder, self._key(tried, kind), record)
         for tried, record in records:
-            measurement = _kept(record)
+            measurement = _measurement(record)
             if measurement.result.error is None:
                 tried.final = measurement
             elif not alone:
@@ -192,7 +192,7 @@ class CandidateTimer:
         return None if left == math.inf else time.perf_counter() + left
 
     def _heat(
-        self, heat: Sequence[TriedCandidate], amount: MeasurementLength, what: str
+        self, heat: Sequence[TriedCandidate], amount: MeasurementLength, description: str
     ) -> list[tuple[TriedCandidate, dict[str, Any], bool]] | None:
         """Time a group of candidates in turns with the baseline.
 
@@ -219,7 +219,7 @@ class CandidateTimer:
                 rounds.check(group, workload, None, judge=False)
                 rounds.take_turns(
                     group, workload, rounds=amount.rounds, calls=amount.calls, budget_s=amount.budget_s,
-                    traffic=self.traffic, what=what,
+                    traffic=self.traffic, description=description,
                 )  # fmt: skip
             for measured in group:
                 measured.peak_memory = measured.attempt(lambda worker: worker.peak_memory())
@@ -258,6 +258,6 @@ class CandidateTimer:
         )
 
 
-def _kept(record: Mapping[str, Any]) -> Measurement:
+def _measurement(record: Mapping[str, Any]) -> Measurement:
     """Read a measurement from its stored record."""
     return build(Measurement, record, "A saved measurement")

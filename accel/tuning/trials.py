@@ -229,7 +229,7 @@ def no_fit(
         limit_s: The time limit in seconds; `None` for no limit.
         failed: Reasons why the other candidates were not timed, by name.
     """
-    if not any(by or known for _, by, known in missed):
+    if not any(by or measured for _, by, measured in missed):
         within = f" within {limit_s:g} s" if limit_s is not None else ""
         fix = "run `accel tune --verbose` to see all errors."
         why = "".join(f"\n  {name}: {reason}" for name, reason in list(failed.items())[:_REASONS])
@@ -243,7 +243,7 @@ def no_fit(
         if limit is None:
             continue
         needs_accuracy = name in ("max_drop", "min_accuracy")
-        judged = [(who, by) for who, by, known in missed if known or not needs_accuracy]
+        judged = [(who, by) for who, by, measured in missed if measured or not needs_accuracy]
         alone = sum(set(by) == {name} for _, by in judged)
         who, by = min(((who, by.get(name, 0.0)) for who, by in judged), key=lambda item: item[1], default=("", 0.0))
         if not judged:

@@ -287,12 +287,12 @@ def _subject(model: ResolvedModel, device: str | None) -> SearchSubject:
         for spec in registry.describe_all()[0]
         for device in registry.probe(spec).devices
     ]
-    here = {key: facts[key] for key in ("platform", "processors", "processors_of_machine")}
+    machine_facts = {key: facts[key] for key in ("platform", "processors", "processors_of_machine")}
     return SearchSubject(
         model=model,
         baseline=pytorch_variant(model, device=device),
         digest=source_digest(model),
-        machine={**here, "devices": sorted(devices)},
+        machine={**machine_facts, "devices": sorted(devices)},
         versions=tool_versions(*tools()),
     )
 

@@ -74,8 +74,8 @@ def in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _rewrites(space: SearchSpace, exports: Sequence[BuiltArtifact]) -> list[Recipe]:
     """Return optimizations and quantizations of the exports, alternating, so that a time limit skips some of each kind."""
     kinds = [
-        offers(made.recipe, made.facts.dtype)
-        for made in exports
+        offers(built.recipe, built.facts.dtype)
+        for built in exports
         for offers in (space.quantizations, space.optimizations)
     ]
     return [recipe for row in itertools.zip_longest(*kinds) for recipe in row if recipe is not None]
@@ -87,13 +87,13 @@ def _compositions(search: Search, space: SearchSpace) -> list[Recipe]:
     ranking = search.judge.ranked()
     for format in dict.fromkeys(t.artifact.recipe.format for t in ranking):
         ranked = [t.artifact for t in ranking if t.artifact.recipe.format == format]
-        best = next((made for made in ranked if made.recipe.stage == "optimize"), None)
+        best = next((built for built in ranked if built.recipe.stage == "optimize"), None)
         if best is None:
             continue
         top: dict[tuple[str, str], Recipe] = {}
-        for made in ranked:
-            if made.recipe.stage == "quantize":
-                top.setdefault((made.recipe.backend, made.recipe.setting), made.recipe)
+        for built in ranked:
+            if built.recipe.stage == "quantize":
+                top.setdefault((built.recipe.backend, built.recipe.setting), built.recipe)
         schemes = [replace(recipe, parent=None) for recipe in list(top.values())[:2]]
         offered = space.quantizations(best.recipe, best.facts.dtype)
         recipes += [recipe for scheme in schemes for recipe in offered if replace(recipe, parent=None) == scheme]
@@ -134,8 +134,8 @@ def _bases(search: Search) -> list[TriedCandidate]:
     for tried in best.values():
         if not tried.artifact.recipe.quantizes:
             exact.setdefault(tried.candidate.backend, tried)
-    kept = [*list(best.values())[:_VARIED], *exact.values()]
-    return [tried for tried in best.values() if tried in kept]
+    chosen = [*list(best.values())[:_VARIED], *exact.values()]
+    return [tried for tried in best.values() if tried in chosen]
 
 
 def _survivors(search: Search) -> Generator[Proposal, list[Any], list[TriedCandidate]]:

@@ -35,4 +35,4 @@ def model_type_of(processor: Any) -> str | None:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     name = type(processor).__name__
-    return next((kind for kind, known in PROCESSOR_MAPPING_NAMES.items() if known == name), None)
+    return next((kind for kind, processor_name in PROCESSOR_MAPPING_NAMES.items() if processor_name == name), None)

@@ -66,9 +66,9 @@ def _put_weights_back(program: torch.export.ExportedProgram) -> None:
         if spec.target is None or spec.arg.name not in read:
             continue
         layer, dot, name = spec.target.rpartition(".")
-        kept = program.state_dict.get(f"{layer}{dot}_16bit_{name}")
-        if kept is not None:
-            program.state_dict[spec.target] = torch.nn.Parameter(kept.detach().float(), requires_grad=False)
+        weight = program.state_dict.get(f"{layer}{dot}_16bit_{name}")
+        if weight is not None:
+            program.state_dict[spec.target] = torch.nn.Parameter(weight.detach().float(), requires_grad=False)
 
 
 @contextmanager

@@ -74,16 +74,18 @@ def _take_away(stack: ExitStack) -> None:
     # clears the caches of all loggers, and PyTorch has hundreds of loggers.
     loggers = list(logging.root.manager.loggerDict.items())
     children = [
-        one for name, one in loggers if name.startswith("torch.") and isinstance(one, logging.Logger) and one.level
+        logger
+        for name, logger in loggers
+        if name.startswith("torch.") and isinstance(logger, logging.Logger) and logger.level
     ]
-    levels = {one: one.level for one in (*map(logging.getLogger, _CHATTY), *children)}
+    levels = {logger: logger.level for logger in (*map(logging.getLogger, _CHATTY), *children)}
     bars = transformers_logging.is_progress_bar_enabled()
     if bars:
         transformers_logging.disable_progress_bar()
         stack.callback(transformers_logging.enable_progress_bar)
-    for one, level in levels.items():
-        one.setLevel(logging.ERROR)
-        stack.callback(one.setLevel, level)
+    for logger, level in levels.items():
+        logger.setLevel(logging.ERROR)
+        stack.callback(logger.setLevel, level)
     stack.enter_context(warnings.catch_warnings())
     stack.enter_context(redirect_stdout(_OtherThreads(sys.stdout)))
     stack.enter_context(redirect_stderr(_OtherThreads(sys.stderr)))

@@ -55,6 +55,6 @@ def release_traced_graphs() -> None:
     # The rewriter is imported only by exports to ONNX.
     if rewriter := sys.modules.get("onnxscript.rewriter"):
         for rule in rewriter._DEFAULT_REWRITE_RULES:
-            for kept in ("_graph", "_match", "_current_node"):
-                vars(rule._matcher).pop(kept, None)
+            for attribute in ("_graph", "_match", "_current_node"):
+                vars(rule._matcher).pop(attribute, None)
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()

@@ -26,7 +26,7 @@ from accel.interfaces.protocols import Session
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model
-from accel_plugins.cuda.forms.masks import FormName, held_by, in_form, mask_input, packs
+from accel_plugins.cuda.forms.masks import FormName, in_form, mask_content, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, chosen_fusions, fusions_for
@@ -172,7 +172,7 @@ def test_graph_forms_agree_on_supported_masks(fused: Fused, family: str) -> None
     for kind, feeds in padded(feeds_of(artifact, 4, 20)):
         arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
         expected = sessions["general"].run(None, arrays)[0]
-        form = held_by(feeds["attention_mask"]).form
+        form = mask_content(feeds["attention_mask"]).form
         used_forms.add(form)
         assert np.abs(sessions[form].run(None, arrays)[0] - expected).max() < 1e-5, kind
         if kind in ("left", "hole"):

@@ -20,7 +20,7 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 import accel
-from accel.artifact.writing import held
+from accel.artifact.writing import locked_file
 from accel.cli import app
 from accel.errors import ConfigError, InputError, IntegrityError, OutputFolderError
 from accel.serving.batch.batch_run import batch
@@ -211,7 +211,7 @@ def test_folders_with_other_files_are_refused(model: accel.ORTModel, rows: Path,
 
 
 def test_two_processes_do_not_write_to_one_folder(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
-    with held(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process writes"):
+    with locked_file(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process writes"):
         batch(model, rows, tmp_path / "out")
 
 

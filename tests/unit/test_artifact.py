@@ -37,7 +37,7 @@ from accel.artifact.checksums import folder_digest
 from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
 from accel.artifact.unrecorded_files import kind_of
-from accel.artifact.writing import check_output, held, scratch, staging
+from accel.artifact.writing import check_output, locked_file, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
 from accel.interfaces.row_tokens import with_row_tokens
 
@@ -446,7 +446,7 @@ def test_unwritable_folder_raises() -> None:
 
 def test_unwritable_lock_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputFolderError, match="cannot be created"), held(tmp_path / "file" / "lock"):
+    with pytest.raises(OutputFolderError, match="cannot be created"), locked_file(tmp_path / "file" / "lock"):
         pass
 
 
@@ -490,12 +490,12 @@ def test_companion_files_exclude_weights(tmp_path: Path) -> None:
 
 def test_lock_admits_one_process_at_a_time(tmp_path: Path) -> None:
     lock = tmp_path / "inner" / "a.lock"
-    with held(lock) as ours:
+    with locked_file(lock) as ours:
         assert ours
-        with held(lock) as theirs:
+        with locked_file(lock) as theirs:
             assert not theirs
     assert not lock.exists()
-    with held(lock, keep=True) as ours:
+    with locked_file(lock, keep=True) as ours:
         assert ours
     assert lock.exists()
 

@@ -17,7 +17,7 @@ from accel.errors import ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda.backend import CudaBackend
-from accel_plugins.cuda.forms.masks import MaskContent, MaskPlan, held_by, plan_for
+from accel_plugins.cuda.forms.masks import MaskContent, MaskPlan, mask_content, plan_for
 from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
 from accel_plugins.cuda.options import read_options
 from accel_plugins.ortkit.runtime.nvidia import NvidiaFacts, judge, visible
@@ -205,7 +205,7 @@ MASKS = {
 def test_form_for_a_mask(kind: str, dtype: torch.dtype) -> None:
     mask = torch.tensor(MASKS[kind]).to(dtype)
     expected = kind if kind in ("full", "lengths") else "general"
-    assert held_by(mask) == MaskContent(expected, int(mask.sum()))  # type: ignore[arg-type]
+    assert mask_content(mask) == MaskContent(expected, int(mask.sum()))  # type: ignore[arg-type]
 
 
 def test_form_for_every_small_mask() -> None:
@@ -216,13 +216,13 @@ def test_form_for_every_small_mask() -> None:
         expected = "general"
         if all(row in ("1000", "1100", "1110", "1111") for row in rows):
             expected = "full" if rows == ["1111", "1111"] else "lengths"
-        assert held_by(mask).form == expected, rows
+        assert mask_content(mask).form == expected, rows
         forms.add(expected)
     assert forms == {"full", "lengths", "general"}
 
 
 def test_nonzero_mask_values_keep_a_token() -> None:
-    assert held_by(torch.tensor([[5, 5, -1, 0]])) == MaskContent("lengths", 3)
+    assert mask_content(torch.tensor([[5, 5, -1, 0]])) == MaskContent("lengths", 3)
 
 
 # The tests below check packing, which skips padding tokens.

@@ -159,7 +159,7 @@ def test_candidates_of_different_searches_use_their_baselines() -> None:
     """
     before = survivor(INT8, [10.0 * ms for ms in NOISE], [10 * ms for ms in PYTORCH])
     now = survivor(EXPORT, [1.0] * 12)
-    assert judged(before, now).beside(before, now).equal
+    assert judged(before, now).advantage(before, now).equal
     assert winner_and_reasons(before, now)[0] == "cpu: onnx float32"
 
 

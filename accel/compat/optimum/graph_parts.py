@@ -33,15 +33,17 @@ PART_NAMES = {
 """Names of Optimum's arguments for the graph files of an encoder-decoder model, with the default file names."""
 
 
-def file_name_of(given: Mapping[str, str | None]) -> str | None:
+def file_name_of(arguments: Mapping[str, str | None]) -> str | None:
     """Return one file name from which accel can find all graph files of a model. Return `None` if all file names are the defaults.
 
     Raises:
         ConfigError: The file names have different endings, so they belong to different variants of the model.
     """
-    names = [given.get(name) or usual for name, usual in PART_NAMES.items() if given.get(name) or "past" not in name]
+    names = [
+        arguments.get(name) or usual for name, usual in PART_NAMES.items() if arguments.get(name) or "past" not in name
+    ]
     if set(names) <= {*PART_NAMES.values(), ONNX_DECODER_MERGED_NAME}:
-        return given.get("decoder_file_name")
+        return arguments.get("decoder_file_name")
     if len({_ending(name) for name in names}) > 1:
         raise ConfigError(
             f"The files {', '.join(names)} belong to different variants of the model, because their names have different endings.",
@@ -66,8 +68,8 @@ def files_before(
     if artifact.manifest.steps or source is None or artifact.path.parent != accel_home() / "exports":
         return {}
     folder = Path(source.id)
-    asked = [f"{subfolder}/{file_name}", file_name] if file_name else []
-    inside = next((name for name in asked if (folder / name).is_file()), None)
+    requested = [f"{subfolder}/{file_name}", file_name] if file_name else []
+    inside = next((name for name in requested if (folder / name).is_file()), None)
     encoder = any(component.name == "encoder" for component in artifact.components)
     reader = registry.folder_reader([Path(inside or artifact.components[0].file).name])
     try:
@@ -81,8 +83,8 @@ def files_before(
 def _ending(name: str) -> str:
     """Return the part of a file name after Optimum's standard name of a graph, such as `_quantized.onnx`."""
     stems = (usual.removesuffix(".onnx") for usual in (ONNX_DECODER_MERGED_NAME, *PART_NAMES.values()))
-    known = [stem for stem in stems if name.startswith(stem)]
-    return name.removeprefix(max(known, key=len)) if known else name
+    matching = [stem for stem in stems if name.startswith(stem)]
+    return name.removeprefix(max(matching, key=len)) if matching else name
 
 
 def runtime_of(session: Session, backend: str) -> Any:

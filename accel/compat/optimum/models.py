@@ -60,14 +60,16 @@ class OptimumModelMixin(base.ORTModel):
             # A local folder is not downloaded, so the argument is ignored.
             del arguments["force_download"]
         translated = cls._translated(arguments)
-        made = super().from_pretrained(model_id, **translated)
-        asked = (translated["file_name"], translated.get("subfolder") or "", translated.get("variant"))
-        made.remember(asked, use_cache=use_cache, use_io_binding=use_io_binding, use_merged=arguments.get("use_merged"))
-        return made
+        model = super().from_pretrained(model_id, **translated)
+        requested = (translated["file_name"], translated.get("subfolder") or "", translated.get("variant"))
+        model.remember(
+            requested, use_cache=use_cache, use_io_binding=use_io_binding, use_merged=arguments.get("use_merged")
+        )
+        return model
 
-    def remember(self, asked: tuple[str | None, str, str | None], **uses: bool | None) -> None:
-        """Store arguments of `from_pretrained` in the model. `asked` contains the graph's file name, the subfolder and the variant."""
-        self._asked = asked
+    def remember(self, requested: tuple[str | None, str, str | None], **uses: bool | None) -> None:
+        """Store arguments of `from_pretrained` in the model. `requested` contains the graph's file name, the subfolder and the variant."""
+        self._asked = requested
         for name, value in uses.items():
             setattr(self, f"_{name}", value)
         if not self.can_generate():
@@ -163,8 +165,8 @@ class OptimumModelMixin(base.ORTModel):
             self.config.save_pretrained(target)
         if push_to_hub:
             settings.setdefault("repo_id", settings.pop("repository_id", target.name))
-            known = ("repo_id", "token", "private", "revision", "commit_message")
-            self.push_to_hub(**{name: value for name, value in settings.items() if name in known})
+            hub_arguments = ("repo_id", "token", "private", "revision", "commit_message")
+            self.push_to_hub(**{name: value for name, value in settings.items() if name in hub_arguments})
 
     def _save_pretrained(self, save_directory: str | os.PathLike[str], **_: Any) -> None:
         """Write the artifact to a folder. Other libraries override this method to write to a subfolder."""
@@ -270,10 +272,10 @@ class OVModel(OptimumModelMixin):
         ov_config = dict(arguments.get("ov_config") or {})
         config, eight = arguments.pop("quantization_config", None), arguments.pop("load_in_8bit", None)
         rows = arguments.pop("calibration_dataset", None)
-        made = super().from_pretrained(model_id, **arguments)
-        made.ov_config = ov_config
-        quantized_on_the_way(made, config, load_in_8bit=eight, calibration=rows)
-        return made
+        model = super().from_pretrained(model_id, **arguments)
+        model.ov_config = ov_config
+        quantized_on_the_way(model, config, load_in_8bit=eight, calibration=rows)
+        return model
 
     @classmethod
     def _translated(cls, arguments: dict[str, Any]) -> dict[str, Any]:

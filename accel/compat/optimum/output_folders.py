@@ -40,7 +40,7 @@ def source_of(model: Any, file_name: str | None = None) -> Artifact:
     return artifact
 
 
-def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) -> Path:
+def place(artifact: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) -> Path:
     """Copy an artifact to a folder, and add a suffix to the names of the graph files.
 
     If the folder already contains an artifact, the new graph is added without a manifest, and users load it with `file_name=`. Graphs of
@@ -50,15 +50,15 @@ def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) 
         OutputFolderError: The folder contains another artifact, and there is no suffix that distinguishes the new graphs.
     """
     target = Path(save_dir).expanduser().absolute()
-    named = {component.name: _named(component.file, suffix) for component in made.components}
-    plain = len(made.components) == 1 and not made.components[0].stateful
-    whole = len(made.components) == 1 and made.bytes < _IN_ONE_FILE_BYTES
+    named = {component.name: _named(component.file, suffix) for component in artifact.components}
+    plain = len(artifact.components) == 1 and not artifact.components[0].stateful
+    single_file = len(artifact.components) == 1 and artifact.bytes < _IN_ONE_FILE_BYTES
     graphs = _graphs_in(target)
     if not graphs or graphs == set(named.values()):
-        _write_artifact(made, target, named, whole=whole, marked=not plain)
+        _write_artifact(artifact, target, named, single_file=single_file, marked=not plain)
     elif plain:
-        copy_companions(made.path, target)
-        _write_graphs(made, target, named, whole=whole, marked=False)
+        copy_companions(artifact.path, target)
+        _write_graphs(artifact, target, named, single_file=single_file, marked=False)
     elif not suffix:
         raise OutputFolderError(
             f"The folder {target} already contains another model ({', '.join(sorted(graphs))}).",
@@ -66,18 +66,20 @@ def place(made: Artifact, save_dir: str | os.PathLike[str], suffix: str | None) 
         )
     else:
         inner = target / suffix
-        _write_artifact(made, inner, named, whole=whole, marked=True)
+        _write_artifact(artifact, inner, named, single_file=single_file, marked=True)
         for path in inner.glob("*.onnx*"):
             copy_file(path, target / path.name)
     return target
 
 
-def _write_artifact(made: Artifact, target: Path, named: dict[str, str], *, whole: bool, marked: bool) -> None:
+def _write_artifact(
+    artifact: Artifact, target: Path, named: dict[str, str], *, single_file: bool, marked: bool
+) -> None:
     with merging(target) as folder:
-        copy_companions(made.path, folder)
-        names = _write_graphs(made, folder, named, whole=whole, marked=marked)
-        components = tuple(replace(one, file=named[one.name]) for one in made.components)
-        manifest = replace(made.manifest, components=with_files(folder, components, names))
+        copy_companions(artifact.path, folder)
+        names = _write_graphs(artifact, folder, named, single_file=single_file, marked=marked)
+        components = tuple(replace(component, file=named[component.name]) for component in artifact.components)
+        manifest = replace(artifact.manifest, components=with_files(folder, components, names))
         Artifact.create(folder, manifest, companions=False)
 
 
@@ -93,33 +95,35 @@ def _graphs_in(folder: Path) -> set[str]:
     return {component.file for component in Artifact.load(folder).components}
 
 
-def _write_graphs(made: Artifact, folder: Path, named: dict[str, str], *, whole: bool, marked: bool) -> list[list[str]]:
+def _write_graphs(
+    artifact: Artifact, folder: Path, named: dict[str, str], *, single_file: bool, marked: bool
+) -> list[list[str]]:
     """Write all graphs under their new names, and return the list of files of each graph."""
     data: dict[str, str] = {}
     written = []
-    for component in made.components:
+    for component in artifact.components:
         graph = named[component.name]
         for record in component.files:
             if record.name != component.file and record.name not in data:
-                data[record.name] = f"{graph}_data" if not whole else ""
-                if not whole:
-                    shutil.copyfile(made.path / record.name, folder / data[record.name])
-        _write_graph(made, component, folder / graph, data, whole=whole, marked=marked)
+                data[record.name] = f"{graph}_data" if not single_file else ""
+                if not single_file:
+                    shutil.copyfile(artifact.path / record.name, folder / data[record.name])
+        _write_graph(artifact, component, folder / graph, data, single_file=single_file, marked=marked)
         others = [data[record.name] for record in component.files if record.name != component.file]
         written.append([graph, *(name for name in others if name)])
     return written
 
 
 def _write_graph(
-    made: Artifact, component: Component, path: Path, data: dict[str, str], *, whole: bool, marked: bool
+    artifact: Artifact, component: Component, path: Path, data: dict[str, str], *, single_file: bool, marked: bool
 ) -> None:
-    """Write one graph. Its weights are in the same file if `whole` is True. If not, the graph refers to copies of the weight files."""
+    """Write one graph. If `single_file` is True, it contains its weights. If not, it refers to copies of the weight files."""
     import onnx_ir
 
-    model = onnx_ir.load(made.path / component.file)
+    model = onnx_ir.load(artifact.path / component.file)
     if not marked:
         model.metadata_props.pop(MARK, None)
-    if whole:
+    if single_file:
         onnx_ir.external_data.load_to_model(model)
     for value in model.graph.initializers.values():
         tensor = value.const_value

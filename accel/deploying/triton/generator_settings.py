@@ -64,9 +64,9 @@ def generator_settings(facts: TextModelFacts, config: TritonConfig) -> dict[str,
     grow = all(len(s.shape) == 4 and s.shape[0] == "batch" and isinstance(s.shape[2], str) for s in pasts)
     fixed = all(isinstance(s.shape[1], int) and isinstance(s.shape[3], int) for s in pasts if len(s.shape) == 4)
     if others or not pasts or not (grow and fixed) or "attention_mask" not in {s.name for s in component.inputs}:
-        what = f"has the inputs {', '.join(others)}" if others else "has no KV cache with an attention mask"
+        problem = f"has the inputs {', '.join(others)}" if others else "has no KV cache with an attention mask"
         raise TaskError(
-            f"The decoder in {artifact.path} {what}, which text generation in Triton does not support.",
+            f"The decoder in {artifact.path} {problem}, which text generation in Triton does not support.",
             fix="deploy a decoder with standard attention, or run the model with accel.pipeline or `accel serve`.",
         )
     if facts.tokenizer.clean_up_tokenization_spaces and type(facts.tokenizer.backend_tokenizer.model).__name__ != "BPE":

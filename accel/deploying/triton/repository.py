@@ -247,8 +247,8 @@ class _TextWriter(_Writer):
             TaskError: The graph has unsupported inputs or outputs.
         """
         component = self.artifact.components[0]
-        known = {"input_ids", "attention_mask", "token_type_ids", *self.front.makes}
-        others = [spec.name for spec in component.inputs if spec.name not in known]
+        supported = {"input_ids", "attention_mask", "token_type_ids", *self.front.makes}
+        others = [spec.name for spec in component.inputs if spec.name not in supported]
         if others:
             raise TaskError(
                 f"The graph has the inputs {', '.join(others)}, which the tokenizer does not return, so it cannot run on texts alone.",

@@ -139,11 +139,11 @@ class StepCheck:
                     fix=f"pass inputs with the same number of rows and tokens as {self.tokens}.",
                 )
         if self.kept is not None and (self._waits or feeds[self.kept].is_cpu):
-            kept = feeds[self.kept].tolist()
-            if not kept or min(kept) < 0 or max(kept) >= new:
+            indices = feeds[self.kept].tolist()
+            if not indices or min(indices) < 0 or max(indices) >= new:
                 raise InputError(
-                    f"The input {self.kept!r} contains {f'indices from {min(kept)} to {max(kept)}' if kept else 'no indices'}, but the "
-                    f"new tokens have the indices 0 to {new - 1}.",
+                    f"The input {self.kept!r} contains {f'indices from {min(indices)} to {max(indices)}' if indices else 'no indices'}, "
+                    f"but the new tokens have the indices 0 to {new - 1}.",
                     fix=f"pass at least one index from 0 to {new - 1}.",
                 )
         return int(new)

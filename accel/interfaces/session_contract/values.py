@@ -112,8 +112,8 @@ class InputValueCheck:
             elif least == 0 and values.dtype is self._long:
                 # Read as unsigned integers, negative values are very large. So one search for the largest value finds values below 0 and
                 # values above the limit.
-                seen = values.view(self._long_unsigned)
-                if seen.item(seen.argmax()) <= most:
+                unsigned = values.view(self._long_unsigned)
+                if unsigned.item(unsigned.argmax()) <= most:
                     continue
             self._check(values, name, least, most)
         for place, name, least, most, filled in self._masks:
@@ -137,8 +137,8 @@ class InputValueCheck:
                 check_filled(mask, name)
             return
         if least == 0 and mask.dtype is self._long:
-            seen = mask.view(self._long_unsigned)
-            if seen.item(seen.argmax()) > most:
+            unsigned = mask.view(self._long_unsigned)
+            if unsigned.item(unsigned.argmax()) > most:
                 self._check(mask, name, least, most)
         else:
             self._check(mask, name, least, most)
@@ -193,10 +193,10 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
     """
     if ids.ndim != 2:
         return
-    kept = ids == token
+    matches = ids == token
     if mask is not None and mask.shape == ids.shape:
-        kept = kept & (mask != 0)
-    counts = kept.sum(1).tolist()
+        matches = matches & (mask != 0)
+    counts = matches.sum(1).tolist()
     if not all(counts):
         raise InputError(
             f"Row {counts.index(0)} of the input {name!r} does not contain the token {token}, which the model needs in each row.",

@@ -179,7 +179,7 @@ class EvaluationSet:
         """The number of rows in each call, as text for messages, such as `32 rows a call`."""
         return rows_a_call([self.predictor.batch_size])
 
-    def measure(self, model: Model, what: str = "evaluating") -> ScoredRows:
+    def measure(self, model: Model, description: str = "evaluating") -> ScoredRows:
         """Run a model over all rows and compute the metric.
 
         Raises:
@@ -187,7 +187,7 @@ class EvaluationSet:
             PluginError: The metric does not return the score that its `key` names.
         """
         started = time.perf_counter()
-        predictions = self.predictor.predict(model, what)
+        predictions = self.predictor.predict(model, description)
         seconds = time.perf_counter() - started
         scores = dict(self.metric.compute(predictions, self.predictor.references))
         if self.metric.key not in scores:

@@ -213,13 +213,13 @@ SYNONYMS = {
 """Alternative names of metrics, mapped to the names in this module."""
 
 
-def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -> Metric:
+def through_evaluate(name: str, metric_names: Sequence[str], trust_remote_code: bool) -> Metric:
     """Load a metric script with the `evaluate` library, from a path or from the Hub.
 
     Raises:
         ConfigError: `evaluate` is not installed, or the script cannot be loaded.
     """
-    hint = f"use one of {', '.join(known)}" if known else "use another metric"
+    hint = f"use one of {', '.join(metric_names)}" if metric_names else "use another metric"
     script = Path(name).expanduser().exists()
     if "/" in name and not script and not trust_remote_code:
         raise ConfigError(
@@ -231,7 +231,7 @@ def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -
     except ImportError as error:
         raise ConfigError(
             f"accel has no metric {name!r} for this task, and the evaluate library is not installed."
-            f"{did_you_mean(name, [*known, *SYNONYMS])}",
+            f"{did_you_mean(name, [*metric_names, *SYNONYMS])}",
             fix=f'{hint}, or install the evaluate library: pip install "accel-transformers[evaluate]".',
         ) from error
     try:
@@ -240,7 +240,7 @@ def through_evaluate(name: str, known: Sequence[str], trust_remote_code: bool) -
     except Exception as error:
         raise ConfigError(
             f"The evaluate library cannot load the metric {name!r}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}.{did_you_mean(name, [*known, *SYNONYMS])}",
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}.{did_you_mean(name, [*metric_names, *SYNONYMS])}",
             fix=f"{hint}, which work offline, or pass the path of a metric script.",
         ) from error
 

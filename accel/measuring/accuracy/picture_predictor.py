@@ -59,9 +59,9 @@ def _scale(output: Any, feeds: Any) -> int:
     return 0 if image is None else int(image.shape[-1]) // int(feeds["pixel_values"].shape[-1])
 
 
-def sizes_differ(what: str, row: int, have: Sequence[int], want: Sequence[int]) -> InputError:
-    """Return the error for a reference image (`what`) whose height and width `have` differ from the expected size `want`."""
+def sizes_differ(content: str, row: int, have: Sequence[int], want: Sequence[int]) -> InputError:
+    """Return the error for a reference image (`content`) whose height and width `have` differ from the expected size `want`."""
     return InputError(
-        f"The {what} of row {row} has {have[0]} x {have[1]} pixels (height x width), but it must have {want[0]} x {want[1]} pixels.",
-        fix=f"resize the {what} of each row to the size of the model's output for the row's image.",
+        f"The {content} of row {row} has {have[0]} x {have[1]} pixels (height x width), but it must have {want[0]} x {want[1]} pixels.",
+        fix=f"resize the {content} of each row to the size of the model's output for the row's image.",
     )

@@ -86,8 +86,8 @@ class Predictor(abc.ABC):
         self.references = self._references()
         self.encoded = self._encode()
 
-    def _longest(self, limit: int | None, asked: int | None) -> int | None:
-        return longest(limit, self.processor, asked)
+    def _longest(self, limit: int | None, max_length: int | None) -> int | None:
+        return longest(limit, self.processor, max_length)
 
     @abc.abstractmethod
     def _references(self) -> list[Any]:

@@ -370,8 +370,8 @@ def _runner(resolved: ResolvedModel) -> str | None:
 
 
 def _unused(name: str, variants: Sequence[Variant]) -> str:
-    taken = {variant.name for variant in variants}
-    return next(n for n in (name, *(f"{name} ({i})" for i in range(2, 1000))) if n not in taken)
+    names = {variant.name for variant in variants}
+    return next(n for n in (name, *(f"{name} ({i})" for i in range(2, 1000))) if n not in names)
 
 
 def _original_here(resolved: ResolvedModel) -> ResolvedModel | None:

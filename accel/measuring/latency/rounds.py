@@ -186,7 +186,7 @@ def take_turns(
     calls: int,
     first: int = 0,
     traffic: Traffic | None = None,
-    what: str = "measuring",
+    description: str = "measuring",
     budget_s: float | None = None,
 ) -> None:
     """Time `calls` calls of each variant in each round; rounds are numbered from `first`.
@@ -194,7 +194,7 @@ def take_turns(
     After `budget_s` seconds no further round starts, but at least three rounds are run.
     """
     started = time.perf_counter()
-    for turn in progress.track(range(first, first + rounds), f"{what} {workload.name}"):
+    for turn in progress.track(range(first, first + rounds), f"{description} {workload.name}"):
         if budget_s is not None and turn - first >= _LEAST_ROUNDS and time.perf_counter() - started > budget_s:
             break
         traffic_now = replace(traffic, seed=traffic.seed + turn) if traffic is not None else None

@@ -215,8 +215,8 @@ def pipeline_tasks(model: ORTModel) -> tuple[str, ...]:
 
 
 def _pipelines_of(spec: TaskSpec) -> tuple[str, ...]:
-    known = set(PIPELINE_REGISTRY.get_supported_tasks())
-    return tuple(name for name in spec.serves if name in spec.own_pipelines or name in known)
+    supported = set(PIPELINE_REGISTRY.get_supported_tasks())
+    return tuple(name for name in spec.serves if name in spec.own_pipelines or name in supported)
 
 
 def _has_what_it_needs(task: str, model: ORTModel) -> bool:
@@ -283,10 +283,10 @@ def _stock(task: str) -> type[Pipeline]:
         _, targeted, _ = PIPELINE_REGISTRY.check_task(task)
     except KeyError as error:
         serves = {word for spec in all_tasks() for word in (*spec.serves, *spec.synonyms)}
-        known = sorted(serves & set(PIPELINE_REGISTRY.get_supported_tasks()))
+        supported = sorted(serves & set(PIPELINE_REGISTRY.get_supported_tasks()))
         raise TaskError(
-            f"The pipeline task {task!r} does not exist.{did_you_mean(task, known)}",
-            fix=f"use one of {', '.join(known)}.",
+            f"The pipeline task {task!r} does not exist.{did_you_mean(task, supported)}",
+            fix=f"use one of {', '.join(supported)}.",
         ) from error
     impl = targeted["impl"]
     # transformers 5.2x stores classes as dotted paths; a registered pipeline is the class itself.

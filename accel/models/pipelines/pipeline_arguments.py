@@ -62,22 +62,22 @@ def known_options(impl: type[Pipeline]) -> frozenset[str] | None:
     return frozenset((*parameters, *read, *_ALWAYS)) - {"self", *(() if rest is None else (rest.name,))}
 
 
-def check_known_arguments(task: str, impl: type[Pipeline], given: Iterable[str]) -> None:
+def check_known_arguments(task: str, impl: type[Pipeline], arguments: Iterable[str]) -> None:
     """Raise for arguments that a pipeline would silently ignore.
 
     Raises:
         ConfigError: An argument is unknown.
     """
-    unknown = unknown_arguments(impl, given)
+    unknown = unknown_arguments(impl, arguments)
     if unknown:
-        known = (known_options(impl) or frozenset()) - _of_making(impl)
-        check_names(f"The pipeline {task!r}", "argument", unknown, sorted({*known, *ARGUMENTS, *EXPORT_SETTINGS}))
+        supported = (known_options(impl) or frozenset()) - _of_making(impl)
+        check_names(f"The pipeline {task!r}", "argument", unknown, sorted({*supported, *ARGUMENTS, *EXPORT_SETTINGS}))
 
 
-def unknown_arguments(impl: type[Pipeline], given: Iterable[str]) -> list[str]:
+def unknown_arguments(impl: type[Pipeline], arguments: Iterable[str]) -> list[str]:
     """Return the arguments that a pipeline would silently ignore, judged from its signature."""
     options = known_options(impl)
-    return [] if options is None else sorted(set(given) - options - _of_making(impl))
+    return [] if options is None else sorted(set(arguments) - options - _of_making(impl))
 
 
 def _of_making(impl: type[Pipeline]) -> set[str]:

@@ -25,8 +25,10 @@ class GenerationPipeline(Pipeline):  # type: ignore[misc]  # transformers is unt
         super().__init__(*args, **kwargs)
         settings = self.task_settings(self.task)
         self.prefix: str = settings.get("prefix", getattr(self.model.config, "prefix", None)) or ""
-        known = vars(GenerationConfig())
-        self._task_settings = {name: value for name, value in settings.items() if name in known and value is not None}
+        generation_fields = vars(GenerationConfig())
+        self._task_settings = {
+            name: value for name, value in settings.items() if name in generation_fields and value is not None
+        }
 
     def task_settings(self, task: str) -> Mapping[str, Any]:
         """Return the `task_specific_params` of a task; empty if the config has none."""

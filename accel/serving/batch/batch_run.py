@@ -99,7 +99,9 @@ def batch(
         )  # fmt: skip
         folder = Path(out).expanduser().absolute()
         identity = identify(opened)
-        return work(table, request, identity, folder, lambda parts: _here(opened, table, parts, request, folder))
+        return work(
+            table, request, identity, folder, lambda parts: _in_this_process(opened, table, parts, request, folder)
+        )
 
 
 def plan(
@@ -212,7 +214,7 @@ def work(
         )
 
 
-def _here(
+def _in_this_process(
     engine: Engine, table: Table, parts: Sequence[Part], request: RowRequest, folder: Path
 ) -> Iterator[CompletedPart]:
     """Process parts of a table in this process and yield each part when it is complete."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...artifact.writing import held
+from ...artifact.writing import locked_file
 from ...errors import ConfigError, IntegrityError, OutputFolderError
 
 _SCHEMA = 1
@@ -110,7 +110,7 @@ class RunLedger:
         if (
             self.folder.exists()
             and not run_file.is_file()
-            and any(not one.name.startswith((_PREFIX, _LOCK)) for one in self.folder.iterdir())
+            and any(not path.name.startswith((_PREFIX, _LOCK)) for path in self.folder.iterdir())
         ):
             raise OutputFolderError(
                 f"The output folder {self.folder} contains files that were not written by `accel batch`.",
@@ -123,7 +123,7 @@ class RunLedger:
                 f"The output folder {self.folder} cannot be created: {error.strerror}.",
                 fix="choose a folder that you have permission to write to.",
             ) from error
-        with held(self.folder / _LOCK) as free:
+        with locked_file(self.folder / _LOCK) as free:
             if not free:
                 raise OutputFolderError(
                     f"Another process writes to the output folder {self.folder}.",

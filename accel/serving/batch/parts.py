@@ -77,10 +77,10 @@ class RowRequest:
                 f"on_error is {self.on_error!r}; expected 'stop' or 'record'.",
                 fix="use 'stop' to end at the first failed row, or 'record' to write failed rows with the reason (--on-error).",
             )
-        taken = {"row", "error", *answers} & set(self.keep)
-        if taken:
+        reserved = {"row", "error", *answers} & set(self.keep)
+        if reserved:
             raise ConfigError(
-                f"The data columns {', '.join(sorted(taken))} cannot be copied to the output, because the output already has "
+                f"The data columns {', '.join(sorted(reserved))} cannot be copied to the output, because the output already has "
                 "columns with these names.",
                 fix="leave these columns out of keep=[...] (--keep), or rename them in the data.",
             )
@@ -97,20 +97,20 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
     columns = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
     rows = data.read(part, columns)
     results = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
-    wrong = next((i for i, one in enumerate(results) if isinstance(one, FailedRow)), None)
+    wrong = next((i for i, result in enumerate(results) if isinstance(result, FailedRow)), None)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
             f"Row {part.start + wrong} of the data failed: {results[wrong].reason.rstrip('.')}.",
             fix="correct the row, or write failed rows to the output with the reason: on_error='record' (--on-error record).",
         )
-    answers = [None if isinstance(one, FailedRow) else one for one in results]
-    errors = [one.reason if isinstance(one, FailedRow) else None for one in results]
-    kept = {name: [row[name] for row in rows] for name in request.keep}
-    content = _written(_table(request, part.start, kept, data.types(request.keep), answers, errors), request.format)
+    answers = [None if isinstance(result, FailedRow) else result for result in results]
+    errors = [result.reason if isinstance(result, FailedRow) else None for result in results]
+    copied = {name: [row[name] for row in rows] for name in request.keep}
+    content = _written(_table(request, part.start, copied, data.types(request.keep), answers, errors), request.format)
     name = f"rows-{part.start:012d}-{part.start + part.rows - 1:012d}.{request.format}"
     write_whole(folder / name, content)
     return CompletedPart(
-        number=part.number, file=name, start=part.start, rows=part.rows, broken=sum(one is not None for one in errors),
+        number=part.number, file=name, start=part.start, rows=part.rows, broken=sum(error is not None for error in errors),
         sha256=hashlib.sha256(content).hexdigest(),
     )  # fmt: skip
 
@@ -118,7 +118,7 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
 def _table(
     request: RowRequest,
     start: int,
-    kept: Mapping[str, Sequence[Any]],
+    copied_values: Mapping[str, Sequence[Any]],
     kept_types: Mapping[str, Any],
     answers: Sequence[Any],
     errors: Sequence[str | None],
@@ -128,7 +128,7 @@ def _table(
     Args:
         request: The request that is made for each row.
         start: Number of the part's first row.
-        kept: Values of the copied columns by name.
+        copied_values: Values of the copied columns by name.
         kept_types: Arrow types of the copied columns by name.
         answers: Result of each row; `None` for failed rows.
         errors: Error text of each row; `None` for rows with a result.
@@ -145,7 +145,7 @@ def _table(
                 fix="let Operation.values return only columns that Operation.columns declares.",
             )
     try:
-        copied = {name: pa.array(values, kept_types[name]) for name, values in kept.items()}
+        copied = {name: pa.array(values, kept_types[name]) for name, values in copied_values.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise InputError(
             f"The values of a copied column do not match the type of the column: {error}",
@@ -175,7 +175,7 @@ def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> lis
         with ThreadPoolExecutor(_READERS) as pool:
             return list(
                 pool.map(
-                    lambda one: _tried(lambda: generator(one, options)) if not isinstance(one, FailedRow) else one,
+                    lambda row: _tried(lambda: generator(row, options)) if not isinstance(row, FailedRow) else row,
                     inputs,
                 )
             )
@@ -183,7 +183,7 @@ def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> lis
     def submit(row_inputs: Any) -> Any:
         return engine.submit(row_inputs, operation=request.operation.name, **request.options)
 
-    jobs = [one if isinstance(one, FailedRow) else _tried(partial(submit, one)) for one in inputs]
+    jobs = [row if isinstance(row, FailedRow) else _tried(partial(submit, row)) for row in inputs]
     return [job if isinstance(job, FailedRow) else _tried(job.future.result) for job in jobs]
 
 

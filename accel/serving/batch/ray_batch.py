@@ -81,7 +81,7 @@ def batch_on_ray(
     source = str(Path(model).absolute()) if Path(model).exists() else os.fspath(model)
     table = scan(data, rows_a_part)
     folder = Path(out).expanduser().absolute()
-    asked = {name: arguments.pop(name) for name in inspect.signature(plan).parameters if name in arguments}
+    plan_arguments = {name: arguments.pop(name) for name in inspect.signature(plan).parameters if name in arguments}
     # Ray assigns only some of the machine's processors to an actor.
     settings = {"processors": max(1, int(cpus)), **arguments, "max_queue": UNLIMITED}
     with connected(address) as ray:
@@ -89,7 +89,7 @@ def batch_on_ray(
 
         def look() -> tuple[dict[str, str], RowRequest]:
             with Engine(source, **settings) as opened:
-                return identify(opened), plan(opened, table, **asked)
+                return identify(opened), plan(opened, table, **plan_arguments)
 
         # Open the model on a node of the cluster, because this machine may not have the device.
         identity, request = _unpacked(ray, ray.remote(**resources)(look).remote())

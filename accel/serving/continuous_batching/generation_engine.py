@@ -105,10 +105,10 @@ class GenerationEngine:
         if hasattr(prompt, "tolist"):
             # The prompt is a tensor or an array of token ids.
             prompt = prompt.tolist()
-        if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
             return self._chat(cast(Messages, prompt))
         if not isinstance(prompt, Sequence) or not all(
-            isinstance(one, Integral) and not isinstance(one, bool) for one in prompt
+            isinstance(item, Integral) and not isinstance(item, bool) for item in prompt
         ):
             raise InputError(
                 f"The prompt has the unsupported type {type(prompt).__name__}"
@@ -179,12 +179,12 @@ class GenerationEngine:
     async def answer(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
         """Generate the complete text for a prompt without blocking the event loop. Raises the errors of `submit`."""
         generation = self.submit(prompt, options)
-        return _whole(generation, [piece async for piece in self.stream(generation)])
+        return _generated_text(generation, [piece async for piece in self.stream(generation)])
 
     def __call__(self, prompt: Prompt, options: GenerationOptions | None = None) -> GeneratedText:
         """Generate the complete text for a prompt and wait for it. Raises the errors of `submit`."""
         generation = self.submit(prompt, options)
-        return _whole(generation, list(self.pieces(generation)))
+        return _generated_text(generation, list(self.pieces(generation)))
 
     # The methods below close the engine.
 
@@ -222,7 +222,7 @@ class _Reader:
         return TextPiece(text, self._tokens, finish)
 
 
-def _whole(generation: Generation, pieces: Sequence[TextPiece]) -> GeneratedText:
+def _generated_text(generation: Generation, pieces: Sequence[TextPiece]) -> GeneratedText:
     return GeneratedText(
         text="".join(piece.text for piece in pieces),
         finish=(pieces[-1].finish if pieces else None) or "cancelled",

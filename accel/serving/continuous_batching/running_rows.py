@@ -182,5 +182,5 @@ def _padded(prompts: Sequence[Sequence[int]], *, left: bool) -> tuple[torch.Tens
     side = "left" if left else "right"
     sequences = [torch.tensor(prompt) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
-    ones = [torch.ones_like(sequence) for sequence in sequences]
-    return ids, torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+    masks = [torch.ones_like(sequence) for sequence in sequences]
+    return ids, torch.nn.utils.rnn.pad_sequence(masks, batch_first=True, padding_side=side)

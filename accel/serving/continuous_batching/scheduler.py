@@ -168,20 +168,20 @@ class Scheduler:
         before = 1 if self._behind_encoder else len(ids)
         limits = [n for n in (self._limit, self._positions, self.cache_tokens) if n]
         room = min(limits) - before + (1 if not self._behind_encoder else 0)
-        asked, most = options.max_new_tokens, self.limits.max_new_tokens
-        if asked is not None and most is not None and asked > most:
+        requested, most = options.max_new_tokens, self.limits.max_new_tokens
+        if requested is not None and most is not None and requested > most:
             raise InputError(
-                f"The request asks for {asked} new tokens, but at most {most} are allowed.",
+                f"The request asks for {requested} new tokens, but at most {most} are allowed.",
                 fix="ask for fewer new tokens, or raise the limit (max_new_tokens=..., --max-new-tokens).",
             )
-        if room < 1 or (asked is not None and asked > room):
+        if room < 1 or (requested is not None and requested > room):
             raise InputError(
-                f"The prompt has {len(ids)} tokens{f' and the request asks for {asked} new tokens' if asked else ''}, but prompt and "
-                f"new tokens together can have at most {min(limits) + 1} tokens.",
+                f"The prompt has {len(ids)} tokens{f' and the request asks for {requested} new tokens' if requested else ''}, but prompt "
+                f"and new tokens together can have at most {min(limits) + 1} tokens.",
                 fix="shorten the prompt, or ask for fewer new tokens.",
             )
-        if asked is not None:
-            return asked
+        if requested is not None:
+            return requested
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
         return min(room, usual, most or usual)
 

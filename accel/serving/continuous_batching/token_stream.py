@@ -94,7 +94,7 @@ class Generation:
 
     # The consumer of the tokens calls the methods below.
 
-    def _taken(self, wake: Callable[[], None]) -> list[Token] | None:
+    def _take_tokens(self, wake: Callable[[], None]) -> list[Token] | None:
         """Return the new tokens, or `None` after the last one. If there are no new tokens yet, `wake` is called when there are some.
 
         Raises:
@@ -112,7 +112,7 @@ class Generation:
     def __iter__(self) -> Iterator[Token]:
         try:
             ready = threading.Event()
-            while (tokens := self._taken(ready.set)) is not None:
+            while (tokens := self._take_tokens(ready.set)) is not None:
                 if not tokens:
                     ready.wait()
                 ready.clear()
@@ -123,7 +123,7 @@ class Generation:
     async def __aiter__(self) -> AsyncIterator[Token]:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         try:
-            while (tokens := self._taken(lambda: _from_thread(loop, ready))) is not None:
+            while (tokens := self._take_tokens(lambda: _from_thread(loop, ready))) is not None:
                 if not tokens:
                     await ready.wait()
                 ready.clear()

@@ -53,7 +53,7 @@ _EXPOSED = ("x-request-id", "retry-after", "x-queue-ms", "x-tokenization-ms", "x
 def endpoints() -> list[Endpoint]:
     """Return the endpoints of all operations and protocols."""
     package = __name__.rpartition(".")[0]
-    table = [endpoint for one in all_operations().values() if (endpoint := one.endpoint()) is not None]
+    table = [endpoint for operation in all_operations().values() if (endpoint := operation.endpoint()) is not None]
     for name in PROTOCOLS:
         table += importlib.import_module(f"{package}.{name}").ENDPOINTS
     return table
@@ -101,8 +101,10 @@ def create_app(
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    serving = [_serve(one, server, keys, admission, tracer) for one in table]
-    routes = [Route(one.path, serve, methods=[one.method]) for one, serve in zip(table, serving, strict=True)]
+    serving = [_serve(endpoint, server, keys, admission, tracer) for endpoint in table]
+    routes = [
+        Route(endpoint.path, serve, methods=[endpoint.method]) for endpoint, serve in zip(table, serving, strict=True)
+    ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _not_found})
     app.state.server = server
     inside: ASGIApp = app
@@ -113,9 +115,16 @@ def create_app(
         )  # fmt: skip
     # Endpoints without path parameters do not need Starlette's routing.
     own_endpoints = zip(table[: len(table) - len(more)], serving, strict=False)
-    direct = {one.path: serve for one, serve in own_endpoints if one.method == "POST" and "{" not in one.path}
+    direct = {
+        endpoint.path: serve
+        for endpoint, serve in own_endpoints
+        if endpoint.method == "POST" and "{" not in endpoint.path
+    }
     return OuterMiddleware(
-        inside, server, frozenset(one.path for one in table if one.open), {} if settings.cors_origins else direct
+        inside,
+        server,
+        frozenset(endpoint.path for endpoint in table if endpoint.open),
+        {} if settings.cors_origins else direct,
     )
 
 
@@ -135,7 +144,7 @@ class _Keys:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        matches = [hmac.compare_digest(digest, stored) for stored in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise HttpError(
                 401, "The request has no valid API key.", kind="unauthorized", fix="send the header Authorization: Bearer <key>.",
@@ -210,7 +219,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     server: ServerState = request.app.state.server
     operations = {operation for model in server.engine.models for operation in server.engine.operations(model)}
-    served = [one.path for one in server.endpoints if not one.operation or one.operation in operations]
+    served = [
+        endpoint.path for endpoint in server.endpoints if not endpoint.operation or endpoint.operation in operations
+    ]
     absence = absent(path, error.status_code, str(error.detail), served)
     absence.headers.update(error.headers or {})
     return error_reply(absence, request.scope["request_id"], shape_of(path))

@@ -115,7 +115,7 @@ _ALONE = {"missing", "extra_forbidden", "value_error"}
 
 def _is_agreed(errors: Sequence[Mapping[str, Any]], alternatives: Sequence[Any]) -> bool:
     """Return whether every alternative of a union type has an error."""
-    return len(errors) >= len(alternatives) or not _ALONE.isdisjoint(one["type"] for one in errors)
+    return len(errors) >= len(alternatives) or not _ALONE.isdisjoint(error["type"] for error in errors)
 
 
 def _sentence(
@@ -125,18 +125,20 @@ def _sentence(
     schema: Mapping[str, Any],
     value: Any,
 ) -> str:
-    name, kinds = shown_path(path), {one["type"] for one in errors}
-    fields = list(dict.fromkeys(field for one in _at(schema, path[:-1], schema) for field in one.get("properties", ())))
+    name, kinds = shown_path(path), {error["type"] for error in errors}
+    fields = list(
+        dict.fromkeys(field for part in _at(schema, path[:-1], schema) for field in part.get("properties", ()))
+    )
     if kinds == {"extra_forbidden"}:
         field = str(path[-1])
         if field in getattr(model, "refused", {}) and len(path) == 1:
             return f"{name} is not supported."
         listed = ", ".join(fields) if len(fields) <= _MOST_FIELDS else ", ".join((*fields[:_MOST_FIELDS], "..."))
         return f"{name} is unknown.{did_you_mean(field, fields)} The fields are {listed}."
-    expected = " or ".join(dict.fromkeys(words for one in _at(schema, path, schema) for words in _words(one, schema)))
+    expected = " or ".join(dict.fromkeys(words for part in _at(schema, path, schema) for words in _words(part, schema)))
     if "missing" in kinds:
         return f"{name} is missing: expected {expected or 'a value'}."
-    value_error = next((one for one in errors if one["type"] == "value_error"), None)
+    value_error = next((error for error in errors if error["type"] == "value_error"), None)
     if value_error is not None:
         reason = str(value_error["ctx"]["error"]) if "ctx" in value_error else value_error["msg"]
         if reason.startswith("must "):
@@ -177,13 +179,15 @@ def _at(schema: Mapping[str, Any], path: Path, root: Mapping[str, Any]) -> list[
     schemas = list(_alternatives(schema, root))
     for part in path:
         if isinstance(part, int):
-            inner = [one["items"] for one in schemas if "items" in one]
+            inner = [branch["items"] for branch in schemas if "items" in branch]
         else:
-            inner = [one["properties"][part] for one in schemas if part in one.get("properties", {})]
+            inner = [branch["properties"][part] for branch in schemas if part in branch.get("properties", {})]
             inner += [
-                one["additionalProperties"] for one in schemas if isinstance(one.get("additionalProperties"), dict)
+                branch["additionalProperties"]
+                for branch in schemas
+                if isinstance(branch.get("additionalProperties"), dict)
             ]
-        schemas = [each for one in inner for each in _alternatives(one, root)]
+        schemas = [each for branch in inner for each in _alternatives(branch, root)]
     return schemas
 
 

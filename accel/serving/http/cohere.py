@@ -81,7 +81,7 @@ async def _rerank(call: HttpCall, body: CohereRerankBody) -> Response:
     call.check_batch(len(body.documents))
     call.check_texts(body.query, times=len(body.documents))
     ranked = await call.ask((body.query, body.documents), operation="rank", model=body.model, top_k=body.top_n)
-    results = [{"index": one["corpus_id"], "relevance_score": one["score"]} for one in ranked]
+    results = [{"index": document["corpus_id"], "relevance_score": document["score"]} for document in ranked]
     return JsonReply({"id": call.id, "results": results, "meta": _meta(call)})
 
 

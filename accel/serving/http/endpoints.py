@@ -105,7 +105,7 @@ class ServerState:
                     fix=f"use one of the model's operations: {', '.join(self.engine.operations(name))}.",
                 )
             return name
-        fitting = [one for one in models if operation in self.engine.operations(one)]
+        fitting = [model for model in models if operation in self.engine.operations(model)]
         if len(fitting) == 1:
             return fitting[0]
         if not fitting:
@@ -295,4 +295,4 @@ def _characters(inputs: Any) -> int:
         inputs = inputs.values()
     elif not isinstance(inputs, list | tuple):
         return 0
-    return sum(len(one) if isinstance(one, str) else _characters(one) for one in inputs)
+    return sum(len(item) if isinstance(item, str) else _characters(item) for item in inputs)

@@ -225,7 +225,7 @@ class _Answers:
     @property
     def usage(self) -> dict[str, int]:
         """Numbers of prompt tokens and generated tokens, in OpenAI's format."""
-        read, generated = sum(len(one.ids) for one in self._generations), sum(self._tokens)
+        read, generated = sum(len(generation.ids) for generation in self._generations), sum(self._tokens)
         return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
@@ -278,13 +278,15 @@ class _Answers:
     def _count(self) -> None:
         """Record metrics before the client receives the last piece, so that a later request for metrics includes them."""
         timing, first = self._call.timing, self._generations[0]
-        timing.queue_s = max(one.queued_s for one in self._generations)
-        timing.inference_s = time.perf_counter() - min(one.created for one in self._generations) - timing.queue_s
+        timing.queue_s = max(generation.queued_s for generation in self._generations)
+        timing.inference_s = (
+            time.perf_counter() - min(generation.created for generation in self._generations) - timing.queue_s
+        )
         timing.tokens = self.usage["prompt_tokens"]
         self._call.worked = True
         self._call.server.metrics.generated(self.name, self.usage, first.queued_s + first.prefill_s)
 
-    async def whole(self) -> list[tuple[str, str]]:
+    async def complete_texts(self) -> list[tuple[str, str]]:
         """Return the text and the finish reason of each generation. If the client disconnects, the rows are released.
 
         Raises:
@@ -373,7 +375,7 @@ def _streamed(
     event: _Event,
     *,
     before: Sequence[Any] = (),
-    asked: StreamOptions | None = None,
+    stream_options: StreamOptions | None = None,
     head: Mapping[str, Any] | None = None,
 ) -> Response:
     """Return the generations as server-sent events, with OpenAI's final line.
@@ -383,11 +385,11 @@ def _streamed(
         answers: The running generations.
         event: Returns the events for a piece of text.
         before: Events to send before the first piece.
-        asked: Which events have the token counts.
+        stream_options: Which events have the token counts.
         head: Fields of the last event, which has the token counts.
     """
-    usage = asked is not None and asked.include_usage
-    counted = usage and asked is not None and asked.continuous_usage_stats
+    usage = stream_options is not None and stream_options.include_usage
+    counted = usage and stream_options is not None and stream_options.continuous_usage_stats
 
     async def lines() -> AsyncIterator[bytes]:
         for item in before:
@@ -418,7 +420,7 @@ async def _chat(call: HttpCall, body: ChatBody) -> Response:
     head = {"id": f"chatcmpl-{call.id}", "created": answers.created, "model": answers.name}
     head["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
     if not body.stream:
-        ((text, end),) = await answers.whole()
+        ((text, end),) = await answers.complete_texts()
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end}
         return JsonReply({**head, "choices": [choice], "usage": answers.usage})
@@ -432,7 +434,7 @@ async def _chat(call: HttpCall, body: ChatBody) -> Response:
         return [*texts, chunk({}, piece.finish)] if piece.finish else texts
 
     first = chunk({"role": "assistant", "content": ""}, None)
-    return _streamed(call, answers, event, before=[first], asked=body.stream_options, head=head)
+    return _streamed(call, answers, event, before=[first], stream_options=body.stream_options, head=head)
 
 
 async def _completions(call: HttpCall, body: CompletionBody) -> Response:
@@ -443,7 +445,7 @@ async def _completions(call: HttpCall, body: CompletionBody) -> Response:
         return {"index": number, "text": text, "logprobs": None, "finish_reason": end}
 
     if not body.stream:
-        choices = [choice(number, *answer) for number, answer in enumerate(await answers.whole())]
+        choices = [choice(number, *answer) for number, answer in enumerate(await answers.complete_texts())]
         return JsonReply({**head, "choices": choices, "usage": answers.usage})
 
     def event(number: int, piece: TextPiece) -> list[dict[str, Any]]:
@@ -451,13 +453,13 @@ async def _completions(call: HttpCall, body: CompletionBody) -> Response:
             return []
         return [{**head, "choices": [choice(number, piece.text, piece.finish)]}]
 
-    return _streamed(call, answers, event, asked=body.stream_options, head=head)
+    return _streamed(call, answers, event, stream_options=body.stream_options, head=head)
 
 
 async def _generate(call: HttpCall, body: GenerateBody) -> Response:
     answers = await _started(call, body, [body.inputs], body.max_new_tokens, draw=False)
     if not body.stream:
-        ((text, end),) = await answers.whole()
+        ((text, end),) = await answers.complete_texts()
         return JsonReply({"text": text, "finish_reason": end, "usage": answers.usage})
 
     def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:

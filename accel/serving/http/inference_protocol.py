@@ -123,7 +123,7 @@ async def _infer(call: HttpCall, _: Any) -> Response:
     target = _target(call)
     content = await call.read()
     body, binary = _split(content, call.request.headers.get(_HEADER))
-    _known(body.parameters, ("binary_data_output",))
+    _check_parameters(body.parameters, ("binary_data_output",))
     model = call.engine.models[target.name]
     session = model.sessions[model.artifact.components[0].name]
     outputs = (
@@ -135,7 +135,7 @@ async def _infer(call: HttpCall, _: Any) -> Response:
         output: RequestedOutput(name=output) for output in outputs
     }
     for output in requested.values():
-        _known(output.parameters, ("binary_data",))
+        _check_parameters(output.parameters, ("binary_data",))
     unknown = sorted(set(requested) - set(outputs))
     if unknown:
         raise HttpError(
@@ -165,7 +165,7 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
     feeds: dict[str, Any] = {}
     used = 0
     for tensor in body.inputs:
-        _known(tensor.parameters, ("binary_data_size",))
+        _check_parameters(tensor.parameters, ("binary_data_size",))
         size = tensor.parameters.get("binary_data_size")
         if tensor.name in feeds:
             raise HttpError(422, f"The request contains the input {tensor.name!r} twice.", fix="send each input once.")
@@ -206,12 +206,12 @@ async def _answered(call: HttpCall, name: str, operation: Operation, feeds: Mapp
     elif operation.takes_lists:
         answers = list(await call.ask(rows, **how))
     else:
-        asked = [asyncio.ensure_future(call.ask(row, **how)) for row in rows]
+        tasks = [asyncio.ensure_future(call.ask(row, **how)) for row in rows]
         try:
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*tasks)
         finally:
-            for one in asked:
-                one.cancel()
+            for task in tasks:
+                task.cancel()
     return arrays_of(operation, answers, call.engine.models[name])
 
 
@@ -219,11 +219,11 @@ def _reply(
     name: str, body: InferBody, requested: Mapping[str, RequestedOutput], outputs_by_name: Mapping[str, Any]
 ) -> Response:
     outputs, parts = [], []
-    for output_name, asked in requested.items():
+    for output_name, output_request in requested.items():
         values = outputs_by_name[output_name]
         kind = str(values.dtype).removeprefix("torch.")
         entry: dict[str, Any] = {"name": output_name, "datatype": DATATYPES[kind], "shape": list(values.shape)}
-        if asked.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
+        if output_request.parameters.get("binary_data", body.parameters.get("binary_data_output", False)):
             parts.append(to_binary(values))
             entry["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
@@ -253,12 +253,14 @@ def _split(content: bytes, declared: str | None) -> tuple[InferBody, bytes]:
     return parse(InferBody, content[:length]), content[length:]
 
 
-def _known(parameters: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_parameters(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> None:
     """Raise if a request has parameters that are not supported, such as shared memory."""
-    unknown = sorted(set(parameters) - set(known))
+    unknown = sorted(set(parameters) - set(supported))
     if unknown:
         raise HttpError(
-            422, f"The request parameters {', '.join(unknown)} are not supported.", fix=f"use only {', '.join(known)}."
+            422,
+            f"The request parameters {', '.join(unknown)} are not supported.",
+            fix=f"use only {', '.join(supported)}.",
         )
 
 

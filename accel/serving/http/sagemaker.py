@@ -26,8 +26,8 @@ async def _invoke(call: HttpCall, body: InvocationBody) -> Response:
     parameters = dict(body.parameters or {})
     model = parameters.setdefault("model", names[0] if len(names) == 1 else None)
     done = [operation for name in names if name == model for operation in call.engine.operations(name)]
-    tasks = [one for one in call.server.endpoints if one.tag == "tasks" and one.body]
-    fitting = [one for operation in done for one in tasks if one.operation == operation]
+    tasks = [endpoint for endpoint in call.server.endpoints if endpoint.tag == "tasks" and endpoint.body]
+    fitting = [endpoint for operation in done for endpoint in tasks if endpoint.operation == operation]
     if not fitting:
         raise HttpError(
             422,

@@ -40,7 +40,9 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
             501, f"This server does not support the path {path}.", kind="not_supported", fix=UNSUPPORTED[path]
         )
     head = path.split("/")[1]
-    near = [one for one in paths if one.split("/")[1] == head] or [one for one in paths if one.count("/") == 1]
+    near = [candidate for candidate in paths if candidate.split("/")[1] == head] or [
+        candidate for candidate in paths if candidate.count("/") == 1
+    ]
     return HttpError(
         404, f"The server has no path {path[:200]} (Not Found).{did_you_mean(path, paths)}", kind="not_found",
         fix=f"use one of {', '.join(dict.fromkeys(near))}; /docs describes them.",

@@ -51,7 +51,7 @@ class QuestionAnswerer:
         stride = option(options, "doc_stride", min(longest // 2, 128), int)
         pair, cut = ((context, question), "only_first") if self._tokens.left else ((question, context), "only_second")
         windows = self._tokens.encode(*pair, cut=cut, max_length=longest, stride=stride)
-        return _Windows(context, windows), [self._tokens.row(one) for one in windows]
+        return _Windows(context, windows), [self._tokens.row(window) for window in windows]
 
     def write(
         self, memory: _Windows, outputs: Sequence[Mapping[str, Array]], options: Mapping[str, Any]

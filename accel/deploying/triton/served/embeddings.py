@@ -52,15 +52,15 @@ class TextEmbedder:
 def pool(hidden: Array, modes: Sequence[str], excluded: int) -> Array:
     """Pool the hidden states of a text, `(tokens, hidden)` float32, without the first `excluded` tokens."""
     # If the prompt fills the whole row, no tokens remain after it: pool zeros.
-    kept = hidden[excluded:] if excluded < len(hidden) else np.zeros_like(hidden[:1])
-    weights = np.arange(excluded + 1, excluded + 1 + len(kept), dtype="float32")[:, None]
+    states = hidden[excluded:] if excluded < len(hidden) else np.zeros_like(hidden[:1])
+    weights = np.arange(excluded + 1, excluded + 1 + len(states), dtype="float32")[:, None]
     pooled = {
-        "cls": lambda: kept[0],
-        "lasttoken": lambda: kept[-1],
-        "max": lambda: kept.max(0),
-        "mean": lambda: kept.mean(0),
-        "mean_sqrt_len_tokens": lambda: kept.sum(0) / np.sqrt(len(kept)),
-        "weightedmean": lambda: (kept * weights).sum(0) / weights.sum(),
+        "cls": lambda: states[0],
+        "lasttoken": lambda: states[-1],
+        "max": lambda: states.max(0),
+        "mean": lambda: states.mean(0),
+        "mean_sqrt_len_tokens": lambda: states.sum(0) / np.sqrt(len(states)),
+        "weightedmean": lambda: (states * weights).sum(0) / weights.sum(),
     }
     return np.concatenate([pooled[mode]() for mode in modes]).astype("float32")
 

@@ -183,12 +183,12 @@ def _without_overlaps(entities: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
     If two entities overlap, the result contains the longer entity. If both are equally long, it contains the entity with the higher score.
     """
-    kept: list[dict[str, Any]] = []
+    separate: list[dict[str, Any]] = []
     for entity in sorted(entities, key=lambda entity: entity["start"]):
-        if not kept or not kept[-1]["start"] <= entity["start"] < kept[-1]["end"]:
-            kept.append(entity)
+        if not separate or not separate[-1]["start"] <= entity["start"] < separate[-1]["end"]:
+            separate.append(entity)
             continue
-        last = kept[-1]
+        last = separate[-1]
         if (entity["end"] - entity["start"], entity["score"]) > (last["end"] - last["start"], last["score"]):
-            kept[-1] = entity
-    return kept
+            separate[-1] = entity
+    return separate

@@ -183,14 +183,14 @@ class TextDecoder:
         self._past = {name: values[chosen][:, :, unused:] for name, values in self._past.items()}
 
     def _call(
-        self, ids: Any, mask: Array, positions: Any, past: Mapping[str, Array], kept: int
+        self, ids: Any, mask: Array, positions: Any, past: Mapping[str, Array], logits_to_keep: int
     ) -> tuple[Array, dict[str, Array]]:
         """Run the graph and return the logits of each row's last token, and the updated KV caches."""
         feeds = {
             "input_ids": np.array(ids, dtype="int64"),
             "attention_mask": mask,
             "position_ids": np.array([list(row) for row in positions], dtype="int64"),
-            "logits_to_keep": np.array([kept], dtype="int64"),
+            "logits_to_keep": np.array([logits_to_keep], dtype="int64"),
         }
         outputs = self._run({**{name: values for name, values in feeds.items() if name in self._takes}, **past})
         present = {name: outputs[cache["present"]][:, :, : mask.shape[1]] for name, cache in self._caches.items()}
@@ -251,8 +251,10 @@ def penalized(logits: Array, tokens: Sequence[int], penalty: float) -> Array:
     """Return logits `(vocabulary,)` after applying the repetition penalty for `tokens`."""
     if penalty == 1.0:
         return logits
-    logits, seen = logits.copy(), np.unique(tokens)
-    logits[seen] = np.where(logits[seen] < 0, logits[seen] * penalty, logits[seen] / penalty)
+    logits, unique_tokens = logits.copy(), np.unique(tokens)
+    logits[unique_tokens] = np.where(
+        logits[unique_tokens] < 0, logits[unique_tokens] * penalty, logits[unique_tokens] / penalty
+    )
     return logits
 
 

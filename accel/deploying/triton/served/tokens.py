@@ -119,18 +119,18 @@ class Tokens:
         Raises:
             Refused: The text lacks a token that the graph needs to compute its output.
         """
-        known = {
+        inputs = {
             "input_ids": encoding.ids,
             "attention_mask": encoding.attention_mask,
             "token_type_ids": encoding.type_ids,
         }
         length = len(encoding.ids)
         for name, token in self._required.items():
-            if token not in known[name]:
+            if token not in inputs[name]:
                 raise InvalidRequestError(
                     f"a text does not contain the token id {token}, which this model needs in each text (such as an end token)"
                 )
-        return GraphRow({name: [0] * length if name in self._zeros else known[name] for name in self._inputs})
+        return GraphRow({name: [0] * length if name in self._zeros else inputs[name] for name in self._inputs})
 
     def pad(self, rows: Sequence[GraphRow]) -> dict[str, Array]:
         """Return rows as one batch, padded to the longest row or to the smallest bucket that is long enough."""
@@ -140,13 +140,13 @@ class Tokens:
         for name, kind in self._inputs.items():
             batch[name] = values = np.full((len(rows), length), self._fill[name], dtype=kind)
             for i, row in enumerate(rows):
-                values[i, self._own(row.length, length)] = row.values[name]
+                values[i, self._token_slice(row.length, length)] = row.values[name]
         return batch
 
     def unpadded(self, values: Array, length: int) -> Array:
         """Return the values at the positions of a row's tokens, without the padding."""
-        part: Array = values[self._own(length, len(values))]
+        part: Array = values[self._token_slice(length, len(values))]
         return part
 
-    def _own(self, length: int, padded: int) -> slice:
+    def _token_slice(self, length: int, padded: int) -> slice:
         return slice(padded - length, None) if self.left else slice(0, length)
