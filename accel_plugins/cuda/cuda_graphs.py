@@ -12,7 +12,7 @@ import torch
 
 from accel.errors import InputError, SessionError
 
-from .forms.masks import MaskContent, MaskPlan, counting_weights, flags_of, held_by_flags
+from .forms.masks import MaskContent, MaskPlan, content_from_flags, counting_weights, flags_of
 from .forms.packing import Packing
 from .runtime import Runtime
 
@@ -121,10 +121,10 @@ def _compare_on_others(
         torch.cuda.synchronize(runtime.device)
 
 
-def _compare(replayed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+def _compare(replayed: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], subject: str) -> None:
     for name, tensor in replayed.items():
         if not _agree(tensor, expected[name]):
-            raise CaptureError(f"{what} gives a different output {name!r} than the run without a CUDA graph.")
+            raise CaptureError(f"{subject} gives a different output {name!r} than the run without a CUDA graph.")
 
 
 class DeferredIdCheck:
@@ -247,7 +247,7 @@ class GpuMaskCheck:
         """Record an event on the stream `current` after the attention mask was written to its buffer."""
         self._ready.record(current)
 
-    def held(self) -> MaskContent:
+    def content(self) -> MaskContent:
         """Return where the attention mask of the last `mark` call has padding.
 
         The method waits only for this mask, not for work that was enqueued later.
@@ -257,7 +257,7 @@ class GpuMaskCheck:
             self._graph.replay()
             self._done.record(self._stream)
         self._done.synchronize()
-        return held_by_flags(self._view, self._sequence)
+        return content_from_flags(self._view, self._sequence)
 
 
 class ShapeGraphs:

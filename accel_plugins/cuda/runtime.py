@@ -372,9 +372,9 @@ class Runtime:
         session = self.session(form)
         binding = session.io_binding()
         index = self.device.index
-        taken = {argument.name for argument in session.get_inputs()}
+        input_names = {argument.name for argument in session.get_inputs()}
         for name, tensor in inputs.items():
-            if name not in taken:
+            if name not in input_names:
                 continue
             kind = ELEMENT_TYPES[tensor.dtype]
             where = ("cuda", index) if tensor.is_cuda else ("cpu", 0)
@@ -435,12 +435,17 @@ def _decoder_obstacle(component: Component) -> tuple[str, str] | None:
     if not all(map(_is_of_tokens, component.inputs)):
         return "has attention to the outputs of an encoder, which the GPU form of decoders does not support.", on_cpu
     if any(spec.shape != presents[spec.pair or ""] for spec in pasts):
-        what = "returns a longer KV cache at each call, but the GPU form of decoders must write the KV cache in place."
-        return what, "export the original: accel export MODEL OUT --dtype float16."
+        obstacle = (
+            "returns a longer KV cache at each call, but the GPU form of decoders must write the KV cache in place."
+        )
+        return obstacle, "export the original: accel export MODEL OUT --dtype float16."
     if pasts[0].dtype not in _CACHE_TYPES:
-        what = f"has a KV cache of {pasts[0].dtype}, but ONNX Runtime's attention with a cache supports only {' and '.join(_CACHE_TYPES)}"
+        supported = " and ".join(_CACHE_TYPES)
+        obstacle = (
+            f"has a KV cache of {pasts[0].dtype}, but ONNX Runtime's attention with a cache supports only {supported}"
+        )
         return (
-            f"{what} on NVIDIA GPUs.",
+            f"{obstacle} on NVIDIA GPUs.",
             "create a float16 artifact: accel optimize --level O4 --backend cuda, or accel export --dtype float16.",
         )
     return None
@@ -461,8 +466,8 @@ class DecoderRuntime(Runtime):
     def __init__(self, request: GraphRequest) -> None:
         obstacle = _decoder_obstacle(request.component)
         if obstacle is not None:
-            what, fix = obstacle
-            raise NoCausalFormError(f"The decoder graph {request.path.name} {what}", fix=fix)
+            problem, fix = obstacle
+            raise NoCausalFormError(f"The decoder graph {request.path.name} {problem}", fix=fix)
         # Keep rotary embeddings outside of attention if the user selects kernels, because the user may select flash attention.
         self._form = causal_form(request.path, rotary_inside=_KERNELS not in request.options.provider)
         super().__init__(request)

@@ -25,7 +25,7 @@ from accel.interfaces.state import State
 from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.upstream import ort_value_as_tensor
 from .cuda_graphs import CaptureError, DeferredIdCheck, GpuMaskCheck, ShapeGraphs
-from .forms.masks import FormName, MaskContent, MaskPlan, held_by
+from .forms.masks import FormName, MaskContent, MaskPlan, mask_content
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, on_device
 from .upstream import current_device
 
@@ -210,7 +210,7 @@ class CudaSession(BaseSession[R]):
         with torch.inference_mode(False):
             outputs = {name: (shapes[name], dtype) for name, dtype in self._output_dtypes.items()}
             graphs = ShapeGraphs(runtime, tensors, outputs, self._late)
-        content = self._held(runtime, tensors)
+        content = self._mask_content(runtime, tensors)
         try:
             self._captured(runtime, graphs, content)
         except CaptureError as error:
@@ -244,11 +244,11 @@ class CudaSession(BaseSession[R]):
             mask = values[self._mask_position]
             if not mask.is_cuda:
                 self._check_values.waiting(dict(zip(self._names, values, strict=True)))
-                content = held_by(mask)
+                content = mask_content(mask)
             else:
                 check.mark(current)
                 if graphs.waits or plan.form == "packed":
-                    content = self._found(check)
+                    content = self._checked_content(check)
             if content is not None:
                 plan, check = runtime.plan(content, mask), None
         graph = graphs.graphs.get(plan)
@@ -259,7 +259,7 @@ class CudaSession(BaseSession[R]):
         graph.replay()
         results = {name: self._copied(name, graphs.outputs[name], out.get(name)) for name in names}
         if check is not None:
-            content = self._found(check)
+            content = self._checked_content(check)
             if content.form not in _RIGHT_FOR[plan.form]:
                 self._captured(runtime, graphs, content).replay()
                 for name, result in results.items():
@@ -268,13 +268,13 @@ class CudaSession(BaseSession[R]):
                 graphs.expected = runtime.plan(content, mask)
         return results
 
-    def _found(self, check: GpuMaskCheck) -> MaskContent:
+    def _checked_content(self, check: GpuMaskCheck) -> MaskContent:
         """Return where the attention mask of this call has padding.
 
         Raises:
             InputError: The call has ids that the model does not have.
         """
-        content = check.held()
+        content = check.content()
         if self._late is not None:
             self._late.report()
         return content
@@ -302,13 +302,13 @@ class CudaSession(BaseSession[R]):
         check_buffer_shape(name, buffer, value.shape)
         return buffer.copy_(value)
 
-    def _held(self, runtime: Runtime, tensors: Feeds) -> MaskContent:
+    def _mask_content(self, runtime: Runtime, tensors: Feeds) -> MaskContent:
         """Return where the attention mask has padding, or the padding that the option `padding` assumes. This waits for
         a mask in GPU memory.
         """
         if runtime.mask is None or runtime.options.padding != "check":
             return MaskContent(runtime.safe_form, 0)
-        return held_by(tensors[runtime.mask])
+        return mask_content(tensors[runtime.mask])
 
     # The methods below run calls without CUDA graphs.
 
@@ -322,7 +322,7 @@ class CudaSession(BaseSession[R]):
     ) -> dict[str, torch.Tensor]:
         # Check ids in GPU memory immediately, because the call waits for the mask anyway.
         self._check_values.waiting(tensors)
-        content = self._held(runtime, tensors)
+        content = self._mask_content(runtime, tensors)
         inputs = {name: on_device(tensor, self._where) for name, tensor in tensors.items()}
         plan = MaskPlan(content.form) if runtime.mask is None else runtime.plan(content, inputs[runtime.mask])
         results: dict[str, torch.Tensor | None] = dict.fromkeys(names)

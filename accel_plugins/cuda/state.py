@@ -117,8 +117,12 @@ class CudaState(State):
         logits = slot.step(feeds, mask, self.session.runtime.follow()).clone()
         self._length += 1
         self._rows_held.step()
-        kept = feeds[self._kept] if self._kept is not None else None
-        return logits if kept is None or kept.numel() == 1 else logits.expand(-1, kept.numel(), -1).clone()
+        logits_to_keep = feeds[self._kept] if self._kept is not None else None
+        return (
+            logits
+            if logits_to_keep is None or logits_to_keep.numel() == 1
+            else logits.expand(-1, logits_to_keep.numel(), -1).clone()
+        )
 
     def _continues(self, mask: torch.Tensor) -> bool:
         """Return whether an attention mask keeps all tokens in the KV cache and one new token of each row.
@@ -127,8 +131,8 @@ class CudaState(State):
         """
         if mask.is_cuda:
             return True
-        kept = mask != 0
-        return bool(kept[:, -1].all()) and self._rows_held.agree(kept)
+        tokens = mask != 0
+        return bool(tokens[:, -1].all()) and self._rows_held.agree(tokens)
 
     # The methods below run calls with several tokens.
 

@@ -54,7 +54,7 @@ def check_chain(
             fix=_FIX,
         )
     gptq = algorithm == "gptq"
-    if gptq and (odd := next((n for n, one in blocks[0].named_modules() if isinstance(one, Conv1D)), "")):
+    if gptq and (odd := next((n for n, module in blocks[0].named_modules() if isinstance(module, Conv1D)), "")):
         raise QuantizeError(
             f"The algorithm gptq quantizes only linear layers, but the layer {odd} in the model's blocks is a Conv1D layer.",
             fix=_FIX,
@@ -72,14 +72,14 @@ def check_chain(
         names = set(calls[0].kept)
         hidden: Any = calls[0].args[0] if calls[0].args else calls[0].kept.get("hidden_states")
         for number, block in enumerate(blocks):
-            args, kept = calls[0].args[1:], dict(calls[0].kept)
+            args, kwargs = calls[0].args[1:], dict(calls[0].kept)
             if calls[0].args:
                 args = (hidden, *args)
             else:
-                kept["hidden_states"] = hidden
+                kwargs["hidden_states"] = hidden
             try:
                 with torch.no_grad():
-                    hidden = _first(block(*args, **kept))
+                    hidden = _first(block(*args, **kwargs))
             # The block is model code and may raise any exception, for example because an argument is missing.
             except Exception as error:
                 raise QuantizeError(
@@ -107,8 +107,10 @@ def _calls(
 
     def watch(number: int) -> Any:
         def hook(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any) -> None:
-            kept = {n: one for n, one in kwargs.items() if not tensors or isinstance(one, torch.Tensor) or n in _PAIRS}
-            calls[number] = _Call(args, kept, _first(answer))
+            stored_kwargs = {
+                n: value for n, value in kwargs.items() if not tensors or isinstance(value, torch.Tensor) or n in _PAIRS
+            }
+            calls[number] = _Call(args, stored_kwargs, _first(answer))
 
         return hook
 

@@ -88,7 +88,7 @@ class CompressorQuantizer:
             report={"layers": layers},
         )
         recorded = record_files(out, files)
-        components = [replace(one, file=files[0], files=recorded) for one in artifact.components]
+        components = [replace(component, file=files[0], files=recorded) for component in artifact.components]
         return artifact.after(step, out, components=components, quantization=record)
 
 
@@ -147,7 +147,7 @@ def _weights(
 ) -> tuple[torch.nn.Module, list[str]]:
     """Return a copy of the model with weights in 4 or 8 bits, and the names of its quantized layers."""
     inner = unwrapped(source.model)
-    before = {name: one for name, one in inner.named_modules() if hasattr(one, "weight")}
+    before = {name: module for name, module in inner.named_modules() if hasattr(module, "weight")}
     model = with_weights_of_their_own(copy.deepcopy(inner))
     if config.algorithm == "awq":
         check_blocks(inner, config, excluded)
@@ -232,8 +232,8 @@ def _rows_alone(batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.T
     for i in range(len(next(iter(batch.values())))):
         row = {name: tensor[i : i + 1] for name, tensor in batch.items()}
         if mask is not None:
-            kept = mask[i].bool()
-            row = {n: t[:, kept] if batch[n].shape[:2] == mask.shape else t for n, t in row.items()}
+            tokens = mask[i].bool()
+            row = {n: t[:, tokens] if batch[n].shape[:2] == mask.shape else t for n, t in row.items()}
         yield row
 
 
@@ -245,7 +245,9 @@ def _excluded(source: Source, patterns: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: A pattern matches no layer.
     """
-    layers = {name: one for name, one in unwrapped(source.model).named_modules() if isinstance(one, torch.nn.Linear)}
+    layers = {
+        name: layer for name, layer in unwrapped(source.model).named_modules() if isinstance(layer, torch.nn.Linear)
+    }
     read = read_by_other_code(source.model, source.example)
     names = list(layers)
     chosen = matched_layers(patterns, [(name,) for name in names])

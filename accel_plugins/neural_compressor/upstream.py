@@ -57,7 +57,7 @@ def library() -> ModuleType:
 
 
 @contextmanager
-def mapped(what: str, fix: str) -> Iterator[None]:
+def mapped(step: str, fix: str) -> Iterator[None]:
     """Context manager that turns Neural Compressor's errors into errors of `accel` and hides its tables and progress
     bars.
 
@@ -76,7 +76,7 @@ def mapped(what: str, fix: str) -> Iterator[None]:
     # The algorithms run model code and check few of their inputs, so any exception may occur.
     except Exception as error:
         raise QuantizeError(
-            f"Neural Compressor failed during {what}: {type(error).__name__}: {first_lines(error, 1)}", fix=fix
+            f"Neural Compressor failed during {step}: {type(error).__name__}: {first_lines(error, 1)}", fix=fix
         ) from error
     finally:
         logger.setLevel(level)

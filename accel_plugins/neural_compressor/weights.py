@@ -54,8 +54,8 @@ def check_blocks(model: torch.nn.Module, config: QuantizeConfig, exclude: Sequen
     Raises:
         ConfigError: The block size does not divide the inputs of a layer.
     """
-    layers = {n: one for n, one in model.named_modules() if isinstance(one, torch.nn.Linear) and n not in exclude}
-    odd = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
+    layers = {n: layer for n, layer in model.named_modules() if isinstance(layer, torch.nn.Linear) and n not in exclude}
+    odd = next((name for name, layer in layers.items() if layer.in_features % config.block_size), None)
     if odd is not None:
         raise ConfigError(
             f"The algorithm awq needs whole blocks, but block_size {config.block_size} does not divide the "
@@ -197,10 +197,10 @@ def _bias(packed: torch.Tensor | None, before: torch.Tensor | None) -> torch.Ten
     """
     if packed is None:
         return None
-    kept = packed.detach().float().reshape(-1)
-    if before is not None and torch.equal(before.detach().half().float(), kept.half().float()):
+    bias = packed.detach().float().reshape(-1)
+    if before is not None and torch.equal(before.detach().half().float(), bias.half().float()):
         return before.detach().float().clone()
-    return None if before is None and not kept.any() else kept.clone()
+    return None if before is None and not bias.any() else bias.clone()
 
 
 def with_weights_of_their_own(model: torch.nn.Module) -> torch.nn.Module:

@@ -58,11 +58,11 @@ class OpenVinoExporter:
         """Convert and write one graph. The KV cache of a decoder becomes part of the graph."""
         exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized.CONVERSIONS))
         model: ov.Model = exported.program
-        taken = {port.any_name for port in model.inputs}
+        input_names = {port.any_name for port in model.inputs}
         specs = _input_specs(model, source)
         outputs = output_specs(model, specs, source.max_sizes)
         if source.stateful:
-            pairs = {name: name.replace("past", "present", 1) for name in taken if name.startswith("past")}
+            pairs = {name: name.replace("past", "present", 1) for name in input_names if name.startswith("past")}
             fold_cache(model, pairs, specs)
             specs = tuple(spec for spec in specs if spec.name not in pairs)
             outputs = tuple(spec for spec in outputs if spec.name not in pairs.values())
@@ -79,7 +79,7 @@ class OpenVinoExporter:
                 exported.save_pretrained(out)
             else:
                 ov.save_model(model, str(out / file), compress_to_fp16=False)
-        unused = (*source.unused_inputs, *(name for name in source.example if name not in taken))
+        unused = (*source.unused_inputs, *(name for name in source.example if name not in input_names))
         return Component(
             name=source.name if source.stateful or not alone else "model",
             file=file,

@@ -302,11 +302,11 @@ def _decoder(name: str, model: ov.Model, config: dict[str, Any], path: Path) -> 
         )
     logits = next((port for port in model.outputs if "logits" in port.get_names()), None)
     if logits is None or (inside and BEAM_INDEX not in {port.any_name for port in model.inputs}):
-        what = (
+        problem = (
             "has no output logits" if logits is None else f"stores a state, but has no input {BEAM_INDEX} for its rows"
         )
         raise IntegrityError(
-            f"The decoder graph {path} {what}.", fix="export the model again for the task text-generation."
+            f"The decoder graph {path} {problem}.", fix="export the model again for the task text-generation."
         )
     words = logits.partial_shape[-1]
     vocabulary = next(
@@ -402,6 +402,6 @@ def _image_sizes(config: dict[str, Any]) -> dict[str, int]:
     """Return the height and width of the model's images from its config, or an empty mapping."""
     size = config.get("image_size", (config.get("vision_config") or {}).get("image_size"))
     pair = (size, size) if isinstance(size, int) else size
-    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(one, int) for one in pair):
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(side, int) for side in pair):
         return {}
     return dict(zip(("height", "width"), pair, strict=True))

@@ -50,7 +50,7 @@ def _constant(value: ov.Output) -> np.ndarray | None:
     node = value.get_node()
     if node.get_type_name() == "Range":
         # In graphs from ONNX, the axes of LayerNormalization are a Range.
-        ends = [int(one) for one in map(_constant, node.input_values()) if one is not None]
+        ends = [int(end) for end in map(_constant, node.input_values()) if end is not None]
         return np.arange(*ends) if len(ends) == 3 else None
     return node.get_data() if node.get_type_name() == "Constant" else None
 
@@ -103,7 +103,9 @@ def _needed_for(gather: ov.Node) -> list[ov.Node]:
             waiting += [node.input_value(i).get_node() for i in inputs]
     while True:
         readers = {gather.get_name(), *nodes}
-        others = [name for name, node in nodes.items() if any(one.get_name() not in readers for one in _readers(node))]
+        others = [
+            name for name, node in nodes.items() if any(reader.get_name() not in readers for reader in _readers(node))
+        ]
         if not others:
             return list(nodes.values())
         for name in others:
@@ -112,16 +114,16 @@ def _needed_for(gather: ov.Node) -> list[ov.Node]:
 
 def _take_before(gather: ov.Node, index: int, nodes: list[ov.Node]) -> None:
     inside = {node.get_name() for node in nodes}
-    taken: dict[tuple[str, int], ov.Output] = {}
+    gathered: dict[tuple[str, int], ov.Output] = {}
     for node in nodes:
         for i in _token_inputs(node):
             source = node.input_value(i)
             if source.get_node().get_name() in inside:
                 continue
             key = (source.get_node().get_name(), source.get_index())
-            if key not in taken:
-                taken[key] = operators.gather(source, operators.constant([index]), operators.constant(_TOKENS)).output(
-                    0
-                )
-            node.input(i).replace_source_output(taken[key])
+            if key not in gathered:
+                gathered[key] = operators.gather(
+                    source, operators.constant([index]), operators.constant(_TOKENS)
+                ).output(0)
+            node.input(i).replace_source_output(gathered[key])
     gather.input(1).replace_source_output(operators.constant(0).output(0))

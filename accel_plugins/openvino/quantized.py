@@ -18,7 +18,7 @@ from accel.capture import BLOCK_LINEAR, INTEGER_LINEAR, OPERATOR_DOMAIN
 
 def _integers(context: Any) -> list[ov.Output]:
     x = context.get_input(0)
-    x_scale, x_zero, weight, scale, zero = (_held(context, place) for place in range(1, 6))
+    x_scale, x_zero, weight, scale, zero = (_constant_input(context, place) for place in range(1, 6))
     limits = np.iinfo(x_zero.dtype)
     low, high = (np.float32((limit - int(x_zero)) * x_scale) for limit in (limits.min, limits.max))
     rounded = ops.fake_quantize(x, low, high, low, high, levels=256)
@@ -27,7 +27,7 @@ def _integers(context: Any) -> list[ov.Output]:
 
 def _blocks(context: Any) -> list[ov.Output]:
     x = context.get_input(0)
-    packed, scales, zeros = (_held(context, place) for place in range(1, 4))
+    packed, scales, zeros = (_constant_input(context, place) for place in range(1, 4))
     bits = int(context.get_values_from_const_input(4))
     kind = ov.Type.u4 if bits == 4 else ov.Type.u8
     outer, count, width = packed.shape
@@ -49,7 +49,7 @@ def _blocks(context: Any) -> list[ov.Output]:
     return [ops.matmul(x, matrix, False, True).output(0)]
 
 
-def _held(context: Any, place: int) -> np.ndarray:
+def _constant_input(context: Any, place: int) -> np.ndarray:
     """Return the values of a constant input of a quantized layer."""
     node = context.get_input(place).get_node()
     while node.get_type_name() != "Constant":

@@ -143,13 +143,13 @@ def _rows(calibration: Iterable[Feeds], component: Component, limit: int) -> lis
                 fix="create the batches with the tokenizer or the processor of the model.",
             )
         batch = {name: feeds[name][: limit - rows].detach().cpu().numpy() for name in names}
-        kept = len(batch[names[0]])
+        count = len(batch[names[0]])
         if component.stateful:
             # The graph needs the row order of the KV cache as an input, which no tokenizer creates. NNCF clears the
             # cache before each batch.
-            batch[BEAM_INDEX] = np.arange(kept, dtype=np.int32)
+            batch[BEAM_INDEX] = np.arange(count, dtype=np.int32)
         batches.append(batch)
-        rows += kept
+        rows += count
     if not rows:
         raise QuantizeError("The calibration data is empty.", fix="pass at least a few dozen rows of real inputs.")
     return batches
@@ -196,9 +196,9 @@ def _ignored(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Any:
     have = {node.get_type_name() for node in model.get_ops()}
     types: list[str] = []
     if config.scheme == "static-int8":
-        kept = [*([] if config.operators else _wrong_in_8_bits(model)), *_saturating(model)]
+        float_nodes = [*([] if config.operators else _wrong_in_8_bits(model)), *_saturating(model)]
     else:
-        kept = _tables(model)
+        float_nodes = _tables(model)
     if config.operators is not None:
         unknown = [name for name in config.operators if name not in have]
         if unknown:
@@ -209,7 +209,7 @@ def _ignored(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Any:
         types = sorted(have - set(config.operators) - {"Constant", "Parameter", "Result"})
     named = [name for name in config.exclude if not name.startswith("re:")]
     return nncf.IgnoredScope(
-        names=[*named, *kept],
+        names=[*named, *float_nodes],
         patterns=[name.removeprefix("re:") for name in config.exclude if name.startswith("re:")],
         types=types,
         validate=not types,
@@ -258,13 +258,13 @@ def _is_constant(node: Any, side: int) -> bool:
     """Return whether an input of a node does not depend on any input of the model. An example is a weight after its
     conversions.
     """
-    waiting, seen = [node.input_value(side).get_node()], set()
+    waiting, visited = [node.input_value(side).get_node()], set()
     while waiting:
         ancestor = waiting.pop()
         if ancestor.get_type_name() in ("Parameter", "ReadValue"):
             return False
-        if ancestor.get_friendly_name() not in seen:
-            seen.add(ancestor.get_friendly_name())
+        if ancestor.get_friendly_name() not in visited:
+            visited.add(ancestor.get_friendly_name())
             waiting += [value.get_node() for value in ancestor.input_values()]
     return True
 

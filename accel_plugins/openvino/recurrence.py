@@ -28,11 +28,11 @@ def _convert(context: Any, *, delta: bool) -> list[ov.Output]:
         shape = source.get_partial_shape()
         shape[1] = ov.Dimension(1)
         parts.append(ops.parameter(shape, ov.Type.f32, name=name))
-    step, k, v, q = (_one(part) for part in parts[:4])
+    step, k, v, q = (_squeezed(part) for part in parts[:4])
     decayed = ops.multiply(before, ops.exp(ops.multiply(step, rates)))
     if delta:
         recalled = ops.reduce_sum(ops.multiply(decayed, k), np.array([2]), keep_dims=True)
-        v = ops.multiply(ops.subtract(v, recalled), _one(parts[4]))
+        v = ops.multiply(ops.subtract(v, recalled), _squeezed(parts[4]))
     after = ops.add(decayed, ops.multiply(k, v))
     result = ops.unsqueeze(ops.matmul(q, after, False, False), np.array([1]))
     results = [ops.result(after), ops.result(result)]
@@ -48,7 +48,7 @@ def _convert(context: Any, *, delta: bool) -> list[ov.Output]:
     return [ops.concat([collected, packed], axis=1).output(0)]
 
 
-def _one(part: ov.Node) -> ov.Node:
+def _squeezed(part: ov.Node) -> ov.Node:
     return ops.squeeze(part, np.array([1]))
 
 

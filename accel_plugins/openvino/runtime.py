@@ -109,12 +109,12 @@ def devices() -> tuple[DeviceSpec, ...]:
     return (*specs, DeviceSpec("auto", name="OpenVINO's choice among the devices above"))
 
 
-def executing_device(compiled: ov.CompiledModel, asked: DeviceSpec) -> DeviceSpec:
-    """Return the device on which OpenVINO runs a compiled model; `asked` if OpenVINO reports no device."""
+def executing_device(compiled: ov.CompiledModel, requested: DeviceSpec) -> DeviceSpec:
+    """Return the device on which OpenVINO runs a compiled model; `requested` if OpenVINO reports no device."""
     names = [str(name).strip("()") for name in compiled.get_property("EXECUTION_DEVICES")]
     kind, _, index = (names[0] if names else "").partition(".")
     reported = (kind.lower(), int(index) if index.isdigit() else 0)
-    return next((device for device in devices() if (device.type, device.index) == reported), asked)
+    return next((device for device in devices() if (device.type, device.index) == reported), requested)
 
 
 READ_ERRORS = (RuntimeError, UnicodeDecodeError)
@@ -229,7 +229,7 @@ def reshape(model: ov.Model, component: Component, sizes: Mapping[str, int]) -> 
         model.reshape({name: ov.PartialShape(shape) for name, shape in shapes.items() if name in current})
 
 
-def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> list[int]:
+def port_order(ports: Sequence[ov.Output], names: Sequence[str], kind: str) -> list[int]:
     """Return the indices of the ports with these names.
 
     Raises:
@@ -239,7 +239,7 @@ def port_order(ports: Sequence[ov.Output], names: Sequence[str], what: str) -> l
     missing = [name for name in names if name not in by_name]
     if missing:
         raise SessionError(
-            f"The manifest declares the {what} {', '.join(missing)}, but the graph has only {', '.join(sorted(by_name))}.",
+            f"The manifest declares the {kind} {', '.join(missing)}, but the graph has only {', '.join(sorted(by_name))}.",
             fix="export the model again.",
         )
     return [by_name[name] for name in names]

@@ -145,7 +145,7 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
         arrays = self._arrays(feeds)
         self._check_masks.arrays(arrays)
         self._check_finite.arrays(arrays)
-        pool, request = self._taken()
+        pool, request = self._free_request()
         alone = pool.qsize() == self._others
         try:
             if request.shapes == [array.shape for array in arrays]:
@@ -179,11 +179,11 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
         if all(a.nbytes <= _COPIED_BYTES for a in (*arrays, *views)):
             # Bind output buffers of this session: OpenVINO may allocate its own outputs at another address in the next
             # call.
-            kept = [ov.Tensor(tensor.element_type, tensor.shape) for tensor in outputs]
-            for port, tensor in zip(self._output_ports, kept, strict=True):
+            output_tensors = [ov.Tensor(tensor.element_type, tensor.shape) for tensor in outputs]
+            for port, tensor in zip(self._output_ports, output_tensors, strict=True):
                 request.request.set_output_tensor(port, tensor)
-            request.buffers, request.views = [*inputs, *kept], [tensor.data for tensor in inputs]
-            request.outputs = [tensor.data for tensor in kept]
+            request.buffers, request.views = [*inputs, *output_tensors], [tensor.data for tensor in inputs]
+            request.outputs = [tensor.data for tensor in output_tensors]
             request.shapes = [array.shape for array in arrays]
         return results
 
@@ -214,7 +214,7 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
             pool.put(request)
         self._runtime, self._requests, self._bound, self._pool = compiled, requests, {}, pool
 
-    def _taken(self) -> tuple[SimpleQueue[_Request] | _ClosedPool, _Request]:
+    def _free_request(self) -> tuple[SimpleQueue[_Request] | _ClosedPool, _Request]:
         """Return a free request and the pool to return it to."""
         while True:
             pool = self._pool

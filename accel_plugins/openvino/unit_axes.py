@@ -34,8 +34,8 @@ def drop_reductions(model: ov.Model) -> None:
         chosen = np.atleast_1d(axes.get_node().get_data())
         if not chosen.size or any(data.get_partial_shape()[int(axis)] != ov.Dimension(1) for axis in chosen):
             continue
-        kept = data if node.get_attributes()["keep_dims"] else operators.squeeze(data, chosen).output(0)
-        node.output(0).replace(kept)
+        reduced = data if node.get_attributes()["keep_dims"] else operators.squeeze(data, chosen).output(0)
+        node.output(0).replace(reduced)
 
 
 def keep_repeats(model: ov.Model) -> None:
@@ -72,10 +72,10 @@ def tile_one_axis_each(model: ov.Model) -> None:
         repeated = [axis for axis, count in enumerate(counts) if count != 1]
         if len(repeated) < 2:
             continue
-        ones = np.ones(len(counts), np.int64)
+        unit_counts = np.ones(len(counts), np.int64)
         for axis in repeated:
             chosen = np.arange(len(counts)) == axis
-            alone = operators.select(chosen, operators.convert(times, "i64"), ones)
+            alone = operators.select(chosen, operators.convert(times, "i64"), unit_counts)
             data = operators.tile(data, alone).output(0)
         node.output(0).replace(data)
     model.validate_nodes_and_infer_types()

@@ -113,7 +113,7 @@ class ProviderBackend:
         """Return the provider's devices, or the reason why there are no devices. Never raises."""
         versions = {"onnxruntime": ort.__version__}
         try:
-            devices, reason = self._found()
+            devices, reason = self._available_devices()
         except BackendUnavailableError as error:
             devices, reason = (), Reason("library", error.message, error.fix or self.install)
         # Third-party libraries may raise anything: report every exception as a reason instead of crashing.
@@ -204,7 +204,7 @@ class ProviderBackend:
 
         return lengths_form(artifact.path / component.file)
 
-    def _found(self) -> tuple[tuple[DeviceSpec, ...], Reason | None]:
+    def _available_devices(self) -> tuple[tuple[DeviceSpec, ...], Reason | None]:
         """Return the provider's devices and `None`; if there are no devices, return an empty tuple and the reason."""
         path = self._loaded_library()
         if path is None:

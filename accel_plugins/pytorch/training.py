@@ -125,7 +125,7 @@ class TrainedLinear(_Trained):
         x = rounded_by_tensor(
             x, self.x_scale * self.x_log_change.exp(), self.x_zero, low, high, 1 / math.sqrt(x.numel() * high)
         )
-        scale, zero = (one.expand(self.out_features) for one in (self._steps(), self.w_zero))
+        scale, zero = (values.expand(self.out_features) for values in (self._steps(), self.w_zero))
         factor = 1 / math.sqrt(self.in_features * self._top)
         weight = rounded_by_channel(self.weight, scale, zero, 0, -self._top, self._top, factor)
         return functional.linear(x, weight, self.bias)
@@ -303,9 +303,9 @@ class TrainingPreparer:
         teacher = copy.deepcopy(model).eval().requires_grad_(False) if config.distillation else None
         # If the model contains a layer under several names, replace the layer by the same new layer under all these
         # names.
-        for name, one in [*model.named_modules(remove_duplicate=False)]:
-            if one in new_layers:
-                model.set_submodule(name, new_layers[one])
+        for name, module in [*model.named_modules(remove_duplicate=False)]:
+            if module in new_layers:
+                model.set_submodule(name, new_layers[module])
         if teacher is not None:
             hook = Distillation(teacher, config.distillation, config.temperature)
             model.register_forward_hook(hook, with_kwargs=True)
@@ -337,12 +337,12 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
         PrepareError: The model has no linear layer to replace, or the model is not in float32, or it is already
             prepared or accelerated.
     """
-    if any(isinstance(one, _Trained) for one in model.modules()):
+    if any(isinstance(module, _Trained) for module in model.modules()):
         raise PrepareError(
             "The model is already prepared for quantization-aware training.",
             fix="train the model as it is, or load the float model again and prepare the new model.",
         )
-    if any("acceleration" in vars(one) for one in model.modules()):
+    if any("acceleration" in vars(module) for module in model.modules()):
         raise PrepareError(
             "The model is accelerated by accel.accelerate, and accelerated models cannot be trained.",
             fix="call model.restore() first.",
@@ -353,16 +353,16 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
             f"The model has parameters in {half.dtype}. Quantization-aware training needs a model in float32.",
             fix="pass model.float().",
         )
-    tied = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    tied = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     adapters = _adapters(model)
     layers = {
-        name: one
-        for name, one in model.named_modules()
-        if type(one) is torch.nn.Linear and id(one.weight) not in tied and one not in adapters
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and id(module.weight) not in tied and module not in adapters
     }
     excluded = matched_layers(config.exclude, [(name,) for name in layers])
-    layers = {name: one for i, (name, one) in enumerate(layers.items()) if i not in excluded}
-    others = [name for name, one in model.named_modules() if isinstance(one, Conv1D)]
+    layers = {name: module for i, (name, module) in enumerate(layers.items()) if i not in excluded}
+    others = [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
     if not layers:
         raise PrepareError(
             "The model has no torch.nn.Linear layer that accel can quantize, or exclude=... matches all of these layers."
@@ -379,7 +379,7 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
             "torch.nn.Linear.", len(others), others[0], len(layers),
         )  # fmt: skip
     if config.preset == "int4":
-        undivided = next((name for name, one in layers.items() if one.in_features % config.block_size), None)
+        undivided = next((name for name, module in layers.items() if module.in_features % config.block_size), None)
         if undivided is not None:
             raise ConfigError(
                 f"block_size={config.block_size} does not divide the number of input features of the layer {undivided}, which is "
@@ -397,12 +397,12 @@ def _adapters(model: torch.nn.Module) -> set[torch.nn.Module]:
     never called.
     """
     adapter_modules: list[torch.nn.Module | None] = []
-    for one in model.modules():
-        if hasattr(type(one), "adapter_layer_names") and "base_layer" in one._modules:
-            names: Any = one.adapter_layer_names
-            adapter_modules += [one._modules.get(name) for name in names]
-        if "modules_to_save" in one._modules:
-            adapter_modules.append(one._modules.get("original_module"))
+    for parent in model.modules():
+        if hasattr(type(parent), "adapter_layer_names") and "base_layer" in parent._modules:
+            names: Any = parent.adapter_layer_names
+            adapter_modules += [parent._modules.get(name) for name in names]
+        if "modules_to_save" in parent._modules:
+            adapter_modules.append(parent._modules.get("original_module"))
     return {part for module in adapter_modules if module is not None for part in module.modules()}
 
 
@@ -412,12 +412,12 @@ def _check_adapters(model: torch.nn.Module, new_layers: Mapping[torch.nn.Linear,
     Raises:
         PrepareError: An adapter needs the floating-point weights; the message contains the name of the first adapter.
     """
-    for name, one in model.named_modules():
-        below = one._modules.get("base_layer")
+    for name, module in model.named_modules():
+        below = module._modules.get("base_layer")
         layer = new_layers.get(below) if isinstance(below, torch.nn.Linear) else None
-        if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(one, layer):
+        if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(module, layer):
             raise PrepareError(
-                f"The adapter {name} ({type(one).__name__}) computes with the weights of its base layer. This is not possible after "
+                f"The adapter {name} ({type(module).__name__}) computes with the weights of its base layer. This is not possible after "
                 "the weights of the base layer are quantized.",
                 fix="merge the adapter first (model = model.merge_and_unload()), or use LoRA without DoRA (use_dora=False).",
             )
@@ -447,7 +447,7 @@ def _ranges(
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     # Labels are removed from the batches, except for encoder-decoder models, which create the decoder inputs from them.
     encodes = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    training = [one for one in model.modules() if one.training]
+    training = [module for module in model.modules() if module.training]
     device, rows = next(model.parameters()).device, 0
     try:
         model.eval()
@@ -466,9 +466,9 @@ def _ranges(
             fix="pass batches that model(**batch) accepts: dictionaries with input names as keys and tensors as values.",
         ) from error
     finally:
-        for one in training:
+        for module in training:
             # `model.train()` would be wrong, because some modules may have been in evaluation mode before calibration.
-            one.training = True
+            module.training = True
         for hook in hooks:
             hook.remove()
     missing = sorted(set(layers) - set(ranges))

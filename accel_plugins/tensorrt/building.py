@@ -59,7 +59,7 @@ def build(
                 fix="use the artifact from before it was optimized, or optimize it with --backend tensorrt.",
             )
         full_profile = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
-        sizes[component.name] = {axis: str(found) for axis, found in full_profile.items()}
+        sizes[component.name] = {axis: str(size) for axis, size in full_profile.items()}
         # TensorRT builds for the current GPU, so make the requested GPU current.
         with on_gpu(device.index):
             plan = build_plan(

@@ -57,12 +57,12 @@ def check_target(artifact: Artifact, machine: EngineMachine) -> None:
     Raises:
         TargetMismatchError: The engine was built for another GPU or another TensorRT version.
     """
-    target, here = dict(artifact.manifest.target or {}), machine.target()
-    if target != here:
+    target, current = dict(artifact.manifest.target or {}), machine.target()
+    if target != current:
         differs = ", ".join(
-            f"{key} {target.get(key)!r} (this machine has {here[key]!r})"
-            for key in here
-            if target.get(key) != here[key]
+            f"{key} {target.get(key)!r} (this machine has {current[key]!r})"
+            for key in current
+            if target.get(key) != current[key]
         )
         raise TargetMismatchError(
             f"The engine in {artifact.path} was built for {differs}.",

@@ -184,13 +184,13 @@ class EngineSession(BaseSession[Any]):
                 )
             context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        taken = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-        returned = [name for name in names if name not in taken]
+        input_names = [name for name in names if self._engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        returned = [name for name in names if name not in input_names]
         component = Component(
             name="engine",
             file="",
             files=(),
-            inputs=tuple(inputs if inputs is not None else map(self._spec, taken)),
+            inputs=tuple(inputs if inputs is not None else map(self._spec, input_names)),
             outputs=tuple(outputs if outputs is not None else map(self._spec, returned)),
             max_sizes=limits or {},
         )
@@ -199,7 +199,7 @@ class EngineSession(BaseSession[Any]):
         # Use the engine's data types, which may be narrower than those that the artifact declares.
         self._dtypes = {spec.name: self._type(spec.name) for spec in component.inputs}
         self._output_dtypes = {spec.name: self._type(spec.name) for spec in component.outputs}
-        self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in taken}
+        self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in input_names}
 
     @classmethod
     def load(cls, path: Path, device: DeviceSpec | None = None) -> EngineSession:

@@ -17,7 +17,7 @@ import transformers
 from accel.config import AccelerateConfig
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.inductor import compiled_model, packing
-from accel_plugins.pytorch.inductor.packing import Tokens, asked_tokens, attending, packable
+from accel_plugins.pytorch.inductor.packing import Tokens, attending, packable, token_counter
 from accel_plugins.pytorch.inductor.sizes import CallSizes
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -54,8 +54,8 @@ def computed(call: dict[str, torch.Tensor], have: CallSizes, want: CallSizes) ->
     """Return the number of tokens that the encoder layers compute for the inputs `call`, or `None` if the call is not
     packed.
     """
-    requested = asked_tokens(call, have, want)
-    return None if requested is None else requested(False)
+    count_tokens = token_counter(call, have, want)
+    return None if count_tokens is None else count_tokens(False)
 
 
 def ragged(*, holes: bool = False) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def test_wrong_attention_kernel_falls_back_to_the_models_attention(
 
     monkeypatch.setattr(compiled_model, "compiled", lambda function, **_: function)
     monkeypatch.setattr(compiled_model, "_ROUNDS", 1)
-    monkeypatch.setattr(compiled_model, "asked_tokens", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
+    monkeypatch.setattr(compiled_model, "token_counter", lambda *_: (lambda _: BATCH * LENGTH) if packs else None)
     monkeypatch.setattr(packing, "_attend" if packs else "_attend_masked", broken)
     model = transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL)).eval()
     wrapped = compiled_model.CompiledModel(model, model.forward, AccelerateConfig(keep_slower=True))

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accel_plugins.pytorch.inductor.forms import CompilationPlan
-from accel_plugins.pytorch.inductor.packing import Asked, Tokens
+from accel_plugins.pytorch.inductor.packing import TokenCounter, Tokens
 from accel_plugins.pytorch.inductor.replays import ReplayedCalls
 from accel_plugins.pytorch.inductor.sizes import CallSizes
 
 
-def replays(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked]]:
+def replays(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], TokenCounter]]:
     """Return a `ReplayedCalls` object with graphs for 256 tokens and for all tokens, and a function that creates mask
     readers.
 
@@ -27,7 +27,7 @@ def replays(done: list[object]) -> tuple[ReplayedCalls, Callable[[Tokens], Asked
 
         return replay
 
-    def request(tokens: Tokens) -> Asked:
+    def request(tokens: Tokens) -> TokenCounter:
         def wait(begun: bool) -> Tokens:
             done.append("mask, later" if begun else "mask")
             return tokens

@@ -227,7 +227,7 @@ def test_assignment_counts_nodes() -> None:
     assignment = assigned(
         npu={"MatMul": 3, "Add": 2}, cpu={"Shape": 4, "com.microsoft.MatMulNBits": 1}, cuda={"Gemm": 1}
     )
-    assert (assignment.nodes, assignment.taken, assignment.left_to_cpu) == (11, 5, 5)
+    assert (assignment.nodes, assignment.on_provider, assignment.left_to_cpu) == (11, 5, 5)
     assert assignment.material_on_cpu == {"com.microsoft.MatMulNBits": 1}
     assert not assignment.useless
 
@@ -397,7 +397,7 @@ def test_qualcomm_library_gives_correct_results(tmp_path: Path) -> None:
         backend.open(artifact, OpenRequest(device=where, options=htp))
     session = backend.open(artifact, OpenRequest(device=where, options=htp, shapes={"batch": 2}))["model"]
     assert session.assignment is not None
-    assert (session.assignment.taken, session.left_to_cpu) == (2, 0)
+    assert (session.assignment.on_provider, session.left_to_cpu) == (2, 0)
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     # The simulator computes in single precision, so results differ slightly.
     assert (session.run({"x": x})["y"] - torch.relu(x @ torch.from_numpy(weight))).abs().max() < 1e-4

@@ -82,7 +82,7 @@ def flags_of(mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (mask.ne(0).unsqueeze(-1) * weights).sum(1)
 
 
-def held_by_flags(flags: np.ndarray, sequence: int) -> MaskContent:
+def content_from_flags(flags: np.ndarray, sequence: int) -> MaskContent:
     """Return the padding and the number of tokens of an attention mask, from the result of `flags_of` for this mask."""
     counts, places = flags[:, 0], flags[:, 1]
     tokens = int(counts.sum())
@@ -93,7 +93,7 @@ def held_by_flags(flags: np.ndarray, sequence: int) -> MaskContent:
     return MaskContent("general", tokens)
 
 
-def held_by(mask: torch.Tensor) -> MaskContent:
+def mask_content(mask: torch.Tensor) -> MaskContent:
     """Return the padding and the number of tokens of a `(batch, sequence)` attention mask. This waits for a mask in GPU
     memory.
     """
@@ -101,7 +101,7 @@ def held_by(mask: torch.Tensor) -> MaskContent:
     # Only weights in CPU memory are cached: on a GPU, every stream that reads cached weights would have to wait for
     # them.
     weights = counting_weights(sequence, mask.device) if mask.is_cuda else _host_weights(sequence)
-    return held_by_flags(flags_of(mask, weights).cpu().numpy(), sequence)
+    return content_from_flags(flags_of(mask, weights).cpu().numpy(), sequence)
 
 
 def plan_for(content: MaskContent, shape: Sequence[int], *, packs: bool, short: bool) -> MaskPlan:

@@ -73,10 +73,10 @@ class Packing:
         """Compute the indices of the tokens for an attention mask `(batch, sequence)`. Each row of the mask must have a
         token. This does not wait for the GPU.
         """
-        kept = mask.ne(0).flatten()
-        counted = kept.cumsum(0)
+        tokens = mask.ne(0).flatten()
+        counted = tokens.cumsum(0)
         # Order: first all tokens, then all padding, each in its original order.
-        positions = torch.where(kept, counted - 1, counted[-1] + self._places - counted)
+        positions = torch.where(tokens, counted - 1, counted[-1] + self._places - counted)
         order = torch.empty_like(positions).scatter_(0, positions, self._places)
         self.inputs[INDEX].copy_(order[: self._rows])
         self.inputs[OFFSETS].copy_(order.view(mask.shape))
@@ -235,11 +235,11 @@ class Packer:
             positions = self._input(POSITIONS, ir.DataType.INT64, self._batch, self._sequence)
             rows = new.op("Gather", source, positions, axis=0, like=source, shape=shape)
             zero = new.constant(0, source.dtype.numpy())
-            self._restored[id(source)] = new.op("Where", self._kept(), rows, zero, like=source, shape=shape)
+            self._restored[id(source)] = new.op("Where", self._token_places(), rows, zero, like=source, shape=shape)
             insert_after(source, self._graph, new.nodes)
         return self._restored[id(source)]
 
-    def _kept(self) -> ir.Value:
+    def _token_places(self) -> ir.Value:
         """Return a boolean value `(batch, sequence, 1)` that is true at the positions of tokens."""
         if self._keep is None:
             new, cast = NewNodes(self._graph, "accel.kept_places"), producer(self._mask, "Cast")

@@ -57,10 +57,12 @@ class MaskColumns:
     @property
     def unbroken(self) -> bool:
         """True if no row has padding between its tokens."""
-        kept = self._kept().int()
-        return bool((kept.diff(dim=1, prepend=torch.zeros((len(kept), 1), dtype=torch.int32)) == 1).sum(1).le(1).all())
+        tokens = self._complete_mask().int()
+        return bool(
+            (tokens.diff(dim=1, prepend=torch.zeros((len(tokens), 1), dtype=torch.int32)) == 1).sum(1).le(1).all()
+        )
 
-    def _kept(self) -> torch.Tensor:
+    def _complete_mask(self) -> torch.Tensor:
         return torch.cat([self._mask, torch.ones((self._mask.shape[0], self._following), dtype=torch.bool)], dim=1)
 
     def step(self) -> None:
@@ -72,7 +74,7 @@ class MaskColumns:
 
         The mask has at least as many columns as all earlier calls together. Its later columns are ignored.
         """
-        return torch.equal(mask[:, : self.columns], self._kept())
+        return torch.equal(mask[:, : self.columns], self._complete_mask())
 
     def extend(self, mask: torch.Tensor) -> NewTokenColumns:
         """Add the new columns of an attention mask, and return the new tokens.

@@ -56,19 +56,19 @@ class _StoredIntegers(IntegerRewriter):
         return tuple(constant_key(layer.node.inputs[place]) for place in (3, 4, 5))
 
     def _weight(self, layer: QuantizableLayer) -> Int8Weight:
-        weight, scale, zero = (_held(layer, place) for place in (3, 4, 5))
+        weight, scale, zero = (_constant_input(layer, place) for place in (3, 4, 5))
         return Int8Weight(np.ascontiguousarray(weight.T), scale, zero)
 
     def _static_activation(
         self, layer: QuantizableLayer, ranges: Mapping[str, tuple[float, float]], signed: bool
     ) -> Sequence[ir.Value]:
-        return self._rounded(layer, _held(layer, 1), _held(layer, 2))
+        return self._rounded(layer, _constant_input(layer, 1), _constant_input(layer, 2))
 
 
 def _put_blocks(layer: QuantizableLayer, stored: dict[object, BlockConstants]) -> None:
     """Replace a layer by `MatMulNBits`; layers with the same quantized weight share the constants in `stored`."""
     sizes = {name: layer.node.attributes.get_int(name, 0) for name in ("bits", "block_size", "inner")}
-    packed, scales, zeros = (_held(layer, place) for place in (1, 2, 3))
+    packed, scales, zeros = (_constant_input(layer, place) for place in (1, 2, 3))
     key = tuple(constant_key(layer.node.inputs[place]) for place in (1, 2, 3))
     if key not in stored:
         stored[key] = add_blocks(layer, packed, scales, zeros)
@@ -91,7 +91,7 @@ def _far_apart(layer: QuantizableLayer, inner: int) -> bool:
     return any(np.abs(factor).max() > _FACTORS_APART * np.abs(factor).min() for factor in factors)
 
 
-def _held(layer: QuantizableLayer, place: int) -> np.ndarray:
+def _constant_input(layer: QuantizableLayer, place: int) -> np.ndarray:
     """Return the constant at an input of a quantized layer."""
     array = constant(layer.node.inputs[place])
     assert array is not None, f"input {place} of {layer.name} is no constant"

@@ -48,17 +48,17 @@ def _scan(node: ir.Node, name: str) -> ir.Node:
     scanned = [decay, *tokens]
     old_state = ir.Value(name=f"{name}_state", shape=state.shape, type=ir.TensorType(_FLOAT))
     parts = []
-    for value, what in zip(scanned, ("decay", "key", "value", "query", "beta"), strict=False):
+    for value, label in zip(scanned, ("decay", "key", "value", "query", "beta"), strict=False):
         assert value is not None
         shape = None
         if value.shape is not None:
             shape = ir.Shape([dim for at, dim in enumerate(value.shape) if at != 1])
-        parts.append(ir.Value(name=f"{name}_{what}", shape=shape, type=ir.TensorType(_FLOAT)))
+        parts.append(ir.Value(name=f"{name}_{label}", shape=shape, type=ir.TensorType(_FLOAT)))
     body: list[ir.Node] = []
 
-    def add(kind: str, inputs: Sequence[ir.Value], what: str, **attributes: int) -> ir.Value:
-        body.append(added := ir.node(kind, inputs, attributes or None, name=f"{name}_{what}_node"))
-        added.outputs[0].name = f"{name}_{what}"
+    def add(kind: str, inputs: Sequence[ir.Value], label: str, **attributes: int) -> ir.Value:
+        body.append(added := ir.node(kind, inputs, attributes or None, name=f"{name}_{label}_node"))
+        added.outputs[0].name = f"{name}_{label}"
         added.outputs[0].dtype = _FLOAT
         return added.outputs[0]
 

@@ -87,7 +87,7 @@ def adopt_decoders(
     if "first" in onnx_files and graph_merge.BRANCH in onnx_files["first"].input_names:
         # Some exporters give a merged graph (with the input `use_cache_branch`) the file name of the graph for prompts.
         onnx_files = {
-            ("merged" if part == "first" else part): one for part, one in onnx_files.items() if part != "following"
+            ("merged" if part == "first" else part): graph for part, graph in onnx_files.items() if part != "following"
         }
     settings = _Settings.of(config, encoder=encoder)
     if encoder:
@@ -95,20 +95,20 @@ def adopt_decoders(
     else:
         graphs, continues = _decoder_alone(folder, onnx_files)
     components = [
-        _component(name, one, settings, folder, continues=continues if name in ("model", "decoder") else "any")
-        for name, one in graphs.items()
+        _component(name, graph, settings, folder, continues=continues if name in ("model", "decoder") else "any")
+        for name, graph in graphs.items()
     ]
-    manifest = manifest_of(spec.name, config, folder, [one.model for one in onnx_files.values()])
+    manifest = manifest_of(spec.name, config, folder, [graph.model for graph in onnx_files.values()])
     if not description.written and all(
-        any(one is original for original in onnx_files.values()) for one in graphs.values()
+        any(graph is original for original in onnx_files.values()) for graph in graphs.values()
     ):
         # accel changed no graph, so the artifact refers to the original files and copies nothing.
         components_with_files = tuple(
-            replace(component, file=one.name, files=stamp_files(folder, one.files))
-            for component, one in zip(components, graphs.values(), strict=True)
+            replace(component, file=graph.name, files=stamp_files(folder, graph.files))
+            for component, graph in zip(components, graphs.values(), strict=True)
         )
         return Artifact(folder.absolute(), replace(manifest, components=components_with_files))
-    return _kept(folder, manifest, components, graphs, [*onnx_files.values()], description.written)
+    return _stored_conversion(folder, manifest, components, graphs, [*onnx_files.values()], description.written)
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
@@ -275,7 +275,7 @@ def _pairs(inputs: list[str], outputs: list[str], where: Path) -> dict[str, str]
 
 def _spec(
     value: ir.Value,
-    known: Mapping[str, tuple[str | None, ...]],
+    known_axes: Mapping[str, tuple[str | None, ...]],
     settings: _Settings,
     pairs: Mapping[str, str] | None = None,
     *,
@@ -283,7 +283,7 @@ def _spec(
 ) -> TensorSpec:
     sizes = tuple(settings.fixed.get(size, size) if isinstance(size, str) else size for size in dimensions(value))
     name = str(value.name)
-    axes: tuple[str | None, ...] = known.get(name, ("batch", *(None for _ in sizes[1:])))
+    axes: tuple[str | None, ...] = known_axes.get(name, ("batch", *(None for _ in sizes[1:])))
     accel_name = graph_merge.our_name(name, output=output) or name
     pair = (pairs or {}).get(name)
     if pair is not None:
@@ -371,7 +371,7 @@ def _free(size: int | str, axis: int) -> bool:
 # The following function stores converted graphs.
 
 
-def _kept(
+def _stored_conversion(
     folder: Path,
     manifest: Manifest,
     components: list[Component],
@@ -380,7 +380,7 @@ def _kept(
     written: Mapping[str, dict[str, Any]],
 ) -> Artifact:
     """Store the converted graphs under `ACCEL_HOME`, or load the graphs that an earlier call stored for the same files."""
-    names = [file for one in read for file in one.files]
+    names = [file for graph in read for file in graph.files]
     names += [path.name for path in sorted(folder.iterdir()) if is_companion(path)]
     key = {
         "folder": str(folder.absolute()),
@@ -405,7 +405,7 @@ def _kept(
             copy_companions(folder, temporary)
             for name, values in written.items():
                 (temporary / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            models = {c.file: one.model for c, one in zip(named_components, graphs.values(), strict=True)}
+            models = {c.file: graph.model for c, graph in zip(named_components, graphs.values(), strict=True)}
             weights = save_graphs(models, temporary)
             components_with_files = with_files(
                 temporary, named_components, [[c.file, *weights] for c in named_components]

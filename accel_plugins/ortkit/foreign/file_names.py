@@ -127,11 +127,11 @@ def one_graph(folder: Path, candidates: list[str], file_name: str | None = None,
     """
     if file_name is not None:
         return checked_file(folder, file_name, candidates)
-    graphs = [one for file in candidates if (one := named(file)) is not None and one.part == "model"]
+    graphs = [graph for file in candidates if (graph := named(file)) is not None and graph.part == "model"]
     suffix = "" if variant in (None, *_WHOLE) else variant
-    for one in sorted(graphs, key=lambda one: one.file.count("/")):
-        if one.variant == suffix:
-            return one.file
+    for graph in sorted(graphs, key=lambda graph: graph.file.count("/")):
+        if graph.variant == suffix:
+            return graph.file
     if variant is not None:
         raise _no_variant(folder, variant, graphs)
     if len(candidates) != 1:
@@ -190,7 +190,7 @@ def several_graphs(
 
 
 def _complete(
-    folder: Path, parts: dict[Part, str], candidates: list[str], asked: Part | None, *, encoder: bool
+    folder: Path, parts: dict[Part, str], candidates: list[str], requested: Part | None, *, encoder: bool
 ) -> dict[Part, str]:
     """Select the graph files that form a complete model; a part that the caller requested by file name has priority."""
     chosen: dict[Part, str] = {}
@@ -198,9 +198,9 @@ def _complete(
         if "encoder" not in parts:
             raise _missing(folder, "encoder_model.onnx", "the encoder", parts, candidates)
         chosen["encoder"] = parts["encoder"]
-    elif asked in (None, "model") and "model" in parts:
+    elif requested in (None, "model") and "model" in parts:
         return {"model": parts["model"]}
-    if "merged" in parts and asked not in ("first", "following"):
+    if "merged" in parts and requested not in ("first", "following"):
         return {**chosen, "merged": parts["merged"]}
     if "first" not in parts:
         raise _missing(folder, "decoder_model.onnx", "the decoder that reads the prompt", parts, candidates)
@@ -242,17 +242,17 @@ def _no_graph(folder: Path | str, file_name: str, candidates: list[str]) -> Arti
 
 
 def _missing(
-    folder: Path, file: str, what: str, parts: dict[Part, str], candidates: list[str]
+    folder: Path, file: str, role: str, parts: dict[Part, str], candidates: list[str]
 ) -> ArtifactNotFoundError:
     same_variant = f" of the same variant as {', '.join(sorted(parts.values()))}" if parts else ""
     return ArtifactNotFoundError(
-        f"{folder} has no {file} ({what}){same_variant}; its graphs are: {_listing(candidates)}.",
+        f"{folder} has no {file} ({role}){same_variant}; its graphs are: {_listing(candidates)}.",
         fix=f"copy {file} into the folder, or export the model again: `accel export MODEL OUT`.",
     )
 
 
-def _no_variant(folder: Path | str, variant: str, known: list[NamedGraphFile]) -> ArtifactNotFoundError:
-    variants = sorted({graph.variant or _WHOLE[1] for graph in known})
+def _no_variant(folder: Path | str, variant: str, graphs: list[NamedGraphFile]) -> ArtifactNotFoundError:
+    variants = sorted({graph.variant or _WHOLE[1] for graph in graphs})
     if not variants:
         return ArtifactNotFoundError(
             f"variant={variant!r} selects the ONNX graph model_{variant}.onnx, but no graph in {folder} has a variant in "

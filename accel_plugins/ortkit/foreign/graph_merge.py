@@ -98,13 +98,13 @@ def _lifted(model: ir.Model, branch: str) -> ir.Model:
     for value in stored:
         graph.register_initializer(value)
     for outer, value in zip(node.outputs, results, strict=True):
-        replace_value(outer, _made(value, graph, node))
+        replace_value(outer, _output_value(value, graph, node))
     graph.remove(node, safe=True)
     keep_outputs(copy)
     return copy
 
 
-def _made(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir.Value:
+def _output_value(value: ir.Value, graph: ir.Graph, before: ir.Node | None = None) -> ir.Value:
     """Return a value that can become a graph output, with the same content.
 
     A node output that is not yet a graph output is returned unchanged. For other values (inputs, constants, graph
@@ -309,7 +309,7 @@ def _make_branch(
     """
     results = {str(value.name): value for value in graph.outputs}
     graph.outputs.clear()
-    branch_outputs = [_made(results[name], graph) for name in outputs]
+    branch_outputs = [_output_value(results[name], graph) for name in outputs]
     for value in graph.inputs:
         value.replace_all_uses_with(outer[str(value.name)])
     graph.inputs.clear()

@@ -108,14 +108,14 @@ class OrtOptimizer:
         if artifact.dtype == names[0] and artifact.manifest.quantization is None:
             return None
         if artifact.dtype != "float32" or artifact.manifest.quantization is not None:
-            what = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
+            state = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
             raise OptimizeError(
-                f"{artifact.path} is {what} already; accel converts only float32 artifacts to {names[0]}.",
+                f"{artifact.path} is {state} already; accel converts only float32 artifacts to {names[0]}.",
                 fix="optimize the float32 artifact, or use level O3, which keeps the data type.",
             )
         return names[0]
 
 
-def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _added(report: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Add up the conversion reports of two graphs."""
-    return {name: one[name] + other[name] if name != "watched" else one[name] for name in one}
+    return {name: report[name] + other[name] if name != "watched" else report[name] for name in report}

@@ -336,12 +336,12 @@ def _is_large(table: np.ndarray) -> bool:
     return table.dtype.kind == "f" and bool(finite.size) and float(finite.max()) > _LARGEST_BIAS
 
 
-def _cache_inputs(graph: ir.Graph, kept: set[int]) -> list[ir.Value]:
+def _cache_inputs(graph: ir.Graph, float_nodes: set[int]) -> list[ir.Value]:
     """Return the graph inputs that are the KV cache of `GroupQueryAttention`, which writes the cache in place."""
     return [
         value
         for node in graph
-        if node.op_type == "GroupQueryAttention" and node.domain == MICROSOFT and id(node) not in kept
+        if node.op_type == "GroupQueryAttention" and node.domain == MICROSOFT and id(node) not in float_nodes
         for value in node.inputs[3:5]
         if value is not None and value.is_graph_input() and value.dtype == _FLOAT
     ]

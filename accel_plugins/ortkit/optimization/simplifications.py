@@ -167,6 +167,6 @@ def _certain(node: ir.Node) -> ir.Value | None:
     return None
 
 
-def _same_shape(kept: ir.Value, old: ir.Value) -> bool:
-    new_sizes, old_sizes = dims(kept), dims(old)
+def _same_shape(new: ir.Value, old: ir.Value) -> bool:
+    new_sizes, old_sizes = dims(new), dims(old)
     return new_sizes is not None and new_sizes == old_sizes

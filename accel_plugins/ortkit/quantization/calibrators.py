@@ -352,11 +352,11 @@ def entropy_range(counts: np.ndarray, low: float, high: float) -> tuple[float, f
     return max(low, -threshold), min(high, threshold)
 
 
-def _divergence(reference: np.ndarray, kept: np.ndarray) -> float:
+def _divergence(reference: np.ndarray, distribution: np.ndarray) -> float:
     """Return the Kullback-Leibler divergence between a reference and a distribution that is quantized to `_LEVELS` steps."""
-    groups = np.minimum(np.arange(len(kept)) * _LEVELS // len(kept), _LEVELS - 1)
-    filled = kept > 0
-    totals = np.bincount(groups, weights=kept, minlength=_LEVELS)
+    groups = np.minimum(np.arange(len(distribution)) * _LEVELS // len(distribution), _LEVELS - 1)
+    filled = distribution > 0
+    totals = np.bincount(groups, weights=distribution, minlength=_LEVELS)
     sizes = np.bincount(groups, weights=filled, minlength=_LEVELS)
     quantized = np.where(filled, totals[groups] / np.maximum(sizes[groups], 1), 0.0)
     p, q = reference / max(reference.sum(), 1e-12), quantized / max(quantized.sum(), 1e-12)

@@ -68,16 +68,16 @@ class QuantizableLayer:
         return array
 
 
-def check_operator(operator: str, known: Sequence[str]) -> None:
+def check_operator(operator: str, supported: Sequence[str]) -> None:
     """Check that an operator can be quantized.
 
     Raises:
-        ConfigError: The operator is not in `known`.
+        ConfigError: The operator is not in `supported`.
     """
-    if operator not in known:
+    if operator not in supported:
         raise ConfigError(
-            f"The operator {operator!r} cannot be quantized.{did_you_mean(operator, known)}",
-            fix=f"use one of {', '.join(known)}.",
+            f"The operator {operator!r} cannot be quantized.{did_you_mean(operator, supported)}",
+            fix=f"use one of {', '.join(supported)}.",
         )
 
 

@@ -51,7 +51,7 @@ class Assignment:
         return sum(sum(counts.values()) for counts in self.operators.values())
 
     @property
-    def taken(self) -> int:
+    def on_provider(self) -> int:
         """Number of nodes that the requested provider runs."""
         return sum(self.operators.get(self.provider, {}).values())
 
@@ -72,7 +72,7 @@ class Assignment:
             return False
         if any(_material(counts) for counts in self.operators.values()):
             return not _material(self.operators.get(self.provider, {}))
-        return not self.taken
+        return not self.on_provider
 
 
 def _material(counts: Mapping[str, int]) -> dict[str, int]:
@@ -129,8 +129,8 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
     if assignment.useless:
         other_runners = ", ".join(other for other in assignment.operators if other != provider)
         raise BackendUnavailableError(
-            f"The execution provider {provider} can run only {assignment.taken} of the {assignment.nodes} nodes of the graph {name}, and "
-            "none of the graph's matrix products, convolutions or attention nodes"
+            f"The execution provider {provider} can run only {assignment.on_provider} of the {assignment.nodes} nodes of the graph {name}, "
+            "and none of the graph's matrix products, convolutions or attention nodes"
             f"{f'. ONNX Runtime would run these nodes with {other_runners}' if other_runners else ''}.",
             fix="use the backend cpu for this graph. Or export a graph with operators, data types and fixed shapes that the execution "
             "provider supports.",
@@ -140,7 +140,7 @@ def check_assignment(session: ort.InferenceSession, provider: str, name: str) ->
             "%s: %s runs %d of %d nodes; %d nodes run on the CPU",
             name,
             provider,
-            assignment.taken,
+            assignment.on_provider,
             assignment.nodes,
             assignment.left_to_cpu,
         )

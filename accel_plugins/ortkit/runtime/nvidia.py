@@ -123,19 +123,19 @@ def _library(facts: NvidiaFacts) -> Reason | None:
     if facts.load_error is None or facts.provider not in facts.providers:
         return None
     missing = _MISSING_LIBRARY.search(facts.load_error)
-    what = f"{missing[1]} is missing" if missing else facts.load_error
-    tensorrt = re.search(r"libnv(?:infer|onnx)\w*\.so\.(\d+)", what)
+    problem = f"{missing[1]} is missing" if missing else facts.load_error
+    tensorrt = re.search(r"libnv(?:infer|onnx)\w*\.so\.(\d+)", problem)
     if tensorrt is not None:
         tensorrt_major = int(tensorrt[1])
         return Reason(
             "library",
-            f"ONNX Runtime cannot load the library of {facts.provider}: {what} (TensorRT {tensorrt_major})",
+            f"ONNX Runtime cannot load the library of {facts.provider}: {problem} (TensorRT {tensorrt_major})",
             f'pip install "tensorrt>={tensorrt_major},<{tensorrt_major + 1}"',
         )
     major = (facts.build_cuda or "").partition(".")[0]
     return Reason(
         "library",
-        f"ONNX Runtime cannot load the library of {facts.provider}: {what}",
+        f"ONNX Runtime cannot load the library of {facts.provider}: {problem}",
         f'pip install "onnxruntime-gpu[cuda,cudnn]", or a PyTorch built for CUDA {major or "of the same major version"}',
     )
 
@@ -160,26 +160,29 @@ def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
     return int(device_id)
 
 
-def check_option_names(options: Iterable[str], known: Sequence[str], taken: Mapping[str, str], provider: str) -> None:
+def check_option_names(
+    options: Iterable[str], supported: Sequence[str], reserved: Mapping[str, str], provider: str
+) -> None:
     """Check the names of provider options.
 
     Args:
         options: The names to check.
-        known: All option names of the provider.
-        taken: The option names that accel sets itself, each with the fix for the error message.
+        supported: All option names of the provider.
+        reserved: The option names that accel sets itself, each with the fix for the error message.
         provider: ONNX Runtime's name of the provider that takes the options.
 
     Raises:
         ConfigError: An option does not exist, or is an option that accel sets.
     """
     for name in options:
-        if name in taken:
+        if name in reserved:
             raise ConfigError(
-                f"The option {name!r} of {provider} is set by accel and cannot be passed.", fix=taken[name]
+                f"The option {name!r} of {provider} is set by accel and cannot be passed.", fix=reserved[name]
             )
-        if name not in known:
+        if name not in supported:
             raise ConfigError(
-                f"{provider} has no option {name!r}.{did_you_mean(name, known)}", fix=f"use one of {', '.join(known)}."
+                f"{provider} has no option {name!r}.{did_you_mean(name, supported)}",
+                fix=f"use one of {', '.join(supported)}.",
             )
 
 

@@ -253,9 +253,9 @@ def _check_declared(session: ort.InferenceSession, component: Component, path: P
         )
 
 
-def _undeclared(found: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
+def _undeclared(tensors: Sequence[Any], declared: Sequence[TensorSpec]) -> str:
     """Return a text about the first difference between a graph's tensors and the declared specs; empty if they match."""
-    arguments = {argument.name: argument for argument in found}
+    arguments = {argument.name: argument for argument in tensors}
     for spec in declared:
         argument = arguments.get(spec.name)
         if argument is None:
@@ -306,7 +306,7 @@ class OrtSession(BaseSession[ort.InferenceSession]):
         shapes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(session, component, device, compute_dtype, shapes=shapes)
-        self._own_lengths = component.stateful and any(one.name == LENGTHS for one in session.get_inputs())
+        self._own_lengths = component.stateful and any(argument.name == LENGTHS for argument in session.get_inputs())
         self._presents = frozenset(spec.name for spec in component.outputs if spec.pair is not None)
         self._run = native_run(session)
 

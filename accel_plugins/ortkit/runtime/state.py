@@ -254,7 +254,7 @@ class OrtState(State):
         binding.run()
         self._length = total
         if self._replaced or len(outputs) < len(self._results):
-            values = binding.made()
+            values = binding.results()
             for name in names:
                 if name not in outputs:
                     result = native_as_tensor(values[name])

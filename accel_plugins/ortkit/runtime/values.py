@@ -59,6 +59,6 @@ class ReusedBinding:
         """Compute all bound outputs."""
         self._run(self._native, None)
 
-    def made(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """Return all outputs of the last run by name, as ONNX Runtime's native values (see `native_as_tensor`)."""
         return dict(zip(self._written, self._native.get_outputs(), strict=True))

@@ -12,12 +12,12 @@ from .sizes import CallSizes, axes_to_cut, cut
 
 
 def compare(
-    found: Any, expected: Any, have: CallSizes, want: CallSizes, mask: torch.Tensor | None = None
+    actual: Any, expected: Any, have: CallSizes, want: CallSizes, mask: torch.Tensor | None = None
 ) -> tuple[Any, float, list[dict[int, str]]]:
     """Compare the output of compiled code with the original model's output.
 
     Args:
-        found: The output of the compiled code for the padded call: a nested structure of tensors `(batch, ...)`.
+        actual: The output of the compiled code for the padded call: a nested structure of tensors `(batch, ...)`.
         expected: The output of the original model for the call without padding.
         have: Sizes of the call without padding.
         want: Sizes that the call was padded to.
@@ -29,10 +29,10 @@ def compare(
         value (infinity if the structures of the outputs differ); and the axes of each tensor from which padding was
         removed.
     """
-    leaves, spec = tree_flatten(found)
+    leaves, spec = tree_flatten(actual)
     reference = tree_leaves(expected)
     if len(leaves) != len(reference):
-        return found, math.inf, []
+        return actual, math.inf, []
     worst, axes = 0.0, []
     for i, (leaf, other) in enumerate(zip(leaves, reference, strict=True)):
         if not isinstance(leaf, torch.Tensor) or not isinstance(other, torch.Tensor):
@@ -52,17 +52,17 @@ def compare(
     return tree_unflatten(leaves, spec), worst, axes
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two tensors of equal shape, as a fraction of the largest finite expected value.
     Two NaN at the same index count as equal.
     """
-    if not found.numel():
+    if not actual.numel():
         return 0.0
-    one, other = found.double(), expected.double()
-    if not bool(one.isfinite().all()) and bool(other.isfinite().all()):
+    values, other = actual.double(), expected.double()
+    if not bool(values.isfinite().all()) and bool(other.isfinite().all()):
         return math.inf
-    same = (one == other) | (one.isnan() & other.isnan())
-    gap = torch.where(same, torch.zeros_like(one), (one - other).abs()).nan_to_num(nan=math.inf).max()
+    same = (values == other) | (values.isnan() & other.isnan())
+    gap = torch.where(same, torch.zeros_like(values), (values - other).abs()).nan_to_num(nan=math.inf).max()
     finite = other[other.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 1.0
     return float(gap) / (scale or 1.0)

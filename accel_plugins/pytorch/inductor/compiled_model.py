@@ -26,10 +26,10 @@ from ..upstream import tree_flatten, tree_map_only, tree_unflatten
 from .comparison import compare, difference
 from .compilation import compiled, compiling
 from .forms import CompilationPlan, CompiledForm
-from .packing import Asked, Tokens, asked_tokens, attending, packable, sharing_copy
+from .packing import TokenCounter, Tokens, attending, packable, sharing_copy, token_counter
 from .precision import HALF, computing_copy
 from .products import JoinProducts, join_projections
-from .replays import MOST, ReplayCache, seen_of
+from .replays import MOST, ReplayCache, call_key
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, CallSizes, cut, longest, padded, sizes_of, step_up
 from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
 
@@ -60,13 +60,13 @@ class CompiledModel:
         self, model: Any, forward: Callable[..., Any], config: AccelerateConfig, *, owned: bool = False
     ) -> None:
         self.model, self.eager, self.config = model, forward, config
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.own_dtype = own
-        self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else own
+        model_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.own_dtype = model_dtype
+        self.dtype: torch.dtype = getattr(torch, config.dtype) if config.dtype else model_dtype
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.signature = inspect.signature(forward)
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        self._named = {name for name, one in self.signature.parameters.items() if one.kind in kinds}
+        self._named = {name for name, parameter in self.signature.parameters.items() if parameter.kind in kinds}
         self._computing = computing_copy(model, dtype=self.dtype, quantization=config.quantization)
         self._fuses = self.device.type == "cuda" and self.dtype in HALF
         if self._fuses and (owned or self._computing is not model):
@@ -74,7 +74,7 @@ class CompiledModel:
         # `forward` belongs to the original model. If the code computes with a copy of the model, use the copy's
         # `forward`.
         self._compute = forward if self._computing is model else self._computing.forward
-        rounds = config.quantization is not None or any(isinstance(one, IntegerLinear) for one in model.modules())
+        rounds = config.quantization is not None or any(isinstance(module, IntegerLinear) for module in model.modules())
         self.tolerance = relative_tolerance(self.compute_dtype, quantized=rounds)
         self.forms: dict[tuple[Any, CallSizes], CompiledForm] = {}
         self._plans: dict[Any, CompilationPlan] = {}
@@ -117,9 +117,9 @@ class CompiledModel:
             return self._computed(args, kwargs)
 
     def _computed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        seen = None if args else seen_of(kwargs)
-        if (replays := self._repeats.get(seen)) is not None:
-            output = replays.answer(kwargs, self._asked(kwargs, replays.plan))
+        key = None if args else call_key(kwargs)
+        if (replays := self._repeats.get(key)) is not None:
+            output = replays.answer(kwargs, self._token_counter(kwargs, replays.plan))
             if output is not None:
                 return output
         call = self.bind(args, kwargs)
@@ -132,7 +132,7 @@ class CompiledModel:
             if torch.is_autocast_enabled(self.device.type):
                 # Compiled code chooses its own data types, so autocast is turned off.
                 stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            return self.answer(call, seen)
+            return self.answer(call, key)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, without arguments that are `None`.
@@ -163,12 +163,12 @@ class CompiledModel:
             )
         return call
 
-    def answer(self, call: dict[str, Any], seen: Any = None) -> Any:
+    def answer(self, call: dict[str, Any], key: Any = None) -> Any:
         """Compute the output of a call.
 
         Args:
             call: The inputs by name.
-            seen: Key of the call, from `seen_of`, so that later calls with this key replay the same CUDA graph. With
+            key: Key of the call, from `call_key`, so that later calls with this key replay the same CUDA graph. With
                 `None`, the graph is not stored.
         """
         plan = self._plan(call)
@@ -181,7 +181,7 @@ class CompiledModel:
         if form.call is not None and kind not in form.checked:
             with self._turn:
                 # Another thread may have removed the form in the meantime, because its outputs differ or it is slower.
-                if not any(one is form for one in self.forms.values()):
+                if not any(other is form for other in self.forms.values()):
                     return self.answer(call)
                 if form.call is not None and kind not in form.checked:
                     return self._first(form, call, have, kind)
@@ -189,8 +189,8 @@ class CompiledModel:
         if code is None:
             return self.eager(**call)
         output = self._run(form, code, call, have, form.cuts)
-        if seen is not None and not any(kind) and not any(form.cuts):
-            self._repeats.remember(seen, plan, form.tokens, code, call, self.own_dtype)
+        if key is not None and not any(kind) and not any(form.cuts):
+            self._repeats.remember(key, plan, form.tokens, code, call, self.own_dtype)
         return output
 
     def _tell(self, why: str) -> None:
@@ -222,15 +222,15 @@ class CompiledModel:
         """Return the plan of a call. Plans are cached, because creating a plan takes longer than launching a CUDA
         graph.
         """
-        seen = seen_of(call)
-        if seen is None:
+        key = call_key(call)
+        if key is None:
             return self._planned(call)
-        seen = (self._pads, seen)
-        plan = self._plans.get(seen)
+        key = (self._pads, key)
+        plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= MOST:
                 self._plans = {}
-            plan = self._plans[seen] = self._planned(call)
+            plan = self._plans[key] = self._planned(call)
         return plan
 
     def _planned(self, call: Mapping[str, Any]) -> CompilationPlan:
@@ -241,20 +241,20 @@ class CompiledModel:
         # Replace the long key by a number: hashing the key in each call would be slow.
         return CompilationPlan("", have, self._kinds.setdefault(kind, len(self._kinds)), want)
 
-    def _asked(self, call: Mapping[str, Any], plan: CompilationPlan) -> Asked | None:
+    def _token_counter(self, call: Mapping[str, Any], plan: CompilationPlan) -> TokenCounter | None:
         """Return a function that counts the tokens which the layers compute without padding. Return `None` if the
         layers also compute the padding.
         """
         packs = self.config.packing and self._encoder is not None and cache_of(call) is None
-        return asked_tokens(call, plan.have, plan.want) if packs else None
+        return token_counter(call, plan.have, plan.want) if packs else None
 
     def _form(self, call: Mapping[str, Any], plan: CompilationPlan) -> CompiledForm | None:
         """Return the compiled form for a call; create the form if it does not exist.
 
         If the limit of forms is reached, return a larger form to which the call can be padded, or `None`.
         """
-        asked = self._asked(call, plan)
-        want, tokens = plan.want, None if asked is None else asked(False)
+        count_tokens = self._token_counter(call, plan)
+        want, tokens = plan.want, None if count_tokens is None else count_tokens(False)
         kind = (plan.kind, tokens)
         form = self.forms.get((kind, want))
         if form is None:
@@ -378,13 +378,13 @@ class CompiledModel:
 
         Each input becomes a separate tensor object: the compiler would merge two inputs that are the same object.
         """
-        cache, seen = cache_of(call), set[int]()
+        cache, tensor_ids = cache_of(call), set[int]()
 
         def separate(tensor: torch.Tensor) -> torch.Tensor:
             cast = (tensor.to(self.dtype) if tensor.is_floating_point() else tensor).contiguous()
-            if id(cast) in seen:
+            if id(cast) in tensor_ids:
                 cast = cast.view_as(cast)
-            seen.add(id(cast))
+            tensor_ids.add(id(cast))
             return cast
 
         def each(value: Any) -> Any:
@@ -506,7 +506,7 @@ class CompiledModel:
         return self.answer(call)
 
     def _drop(self, form: CompiledForm) -> None:
-        self.forms = {key: one for key, one in self.forms.items() if one is not form}
+        self.forms = {key: other for key, other in self.forms.items() if other is not form}
         self._repeats.forget()
 
     def _time(self, form: CompiledForm, call: dict[str, Any], have: CallSizes) -> None:

@@ -89,7 +89,11 @@ def round_layers(model: torch.nn.Module) -> int:
     for parent in list(model.modules()):
         names = {id(layer): name for name, layer in parent.named_children()}
         for layers in side_by_side(parent):
-            layers = [one for one in layers if not one.in_features % _MULTIPLE and not one.out_features % _MULTIPLE]
+            layers = [
+                candidate
+                for candidate in layers
+                if not candidate.in_features % _MULTIPLE and not candidate.out_features % _MULTIPLE
+            ]
             wide = len(layers) == 1 and max(layers[0].weight.shape) >= 2 * min(layers[0].weight.shape)
             if len(layers) > 1 or wide:
                 for layer, rounded in zip(layers, _rounded(layers), strict=True):
@@ -99,8 +103,8 @@ def round_layers(model: torch.nn.Module) -> int:
 
 
 def _rounded(layers: list[torch.nn.Linear]) -> list[Float8Linear]:
-    values, scale = rows_in_float8(torch.cat([one.weight.detach() for one in layers]))
-    biases = [one.bias.detach() for one in layers if one.bias is not None]
+    values, scale = rows_in_float8(torch.cat([linear_layer.weight.detach() for linear_layer in layers]))
+    biases = [linear_layer.bias.detach() for linear_layer in layers if linear_layer.bias is not None]
     bias = torch.cat(biases) if biases else None
     rounded_layers, start = [], 0
     for layer in layers:

@@ -69,9 +69,9 @@ def _attention(  # type: ignore[no-untyped-def]
     head = tl.program_id(0) % heads
     tokens = tl.program_id(1) * queries + tl.arange(0, queries)
     features = tl.arange(0, block)
-    held = (tokens[:, None] < length) & (features[None] < size)
+    query_valid = (tokens[:, None] < length) & (features[None] < size)
     place = query + row * query_row + head * query_head
-    q = tl.load(place + tokens[:, None] * query_token + features[None], mask=held, other=0.0)
+    q = tl.load(place + tokens[:, None] * query_token + features[None], mask=query_valid, other=0.0)
     # exp(x) is computed as exp2(x * log2(e)), because GPUs have an instruction for exp2.
     factor = scale * 1.4426950408889634
     highest = tl.full([queries], -1.0e30, tl.float32)
@@ -79,31 +79,31 @@ def _attention(  # type: ignore[no-untyped-def]
     sums = tl.zeros([queries, block], tl.float32)
     for start in range(0, length, keys):
         others = start + tl.arange(0, keys)
-        seen = others < length
+        key_valid = others < length
         place = key + row * key_row + head * key_head
         k = tl.load(
             place + others[None] * key_token + features[:, None],
-            mask=seen[None] & (features[:, None] < size),
+            mask=key_valid[None] & (features[:, None] < size),
             other=0.0,
         )
         place = value + row * value_row + head * value_head
         v = tl.load(
             place + others[:, None] * value_token + features[None],
-            mask=seen[:, None] & (features[None] < size),
+            mask=key_valid[:, None] & (features[None] < size),
             other=0.0,
         )
         if masked:
-            seen = seen & (tl.load(mask + row * mask_row + others, mask=seen, other=0) != 0)
-        scores = tl.where(seen[None], tl.dot(q, k) * factor, float("-inf"))
+            key_valid = key_valid & (tl.load(mask + row * mask_row + others, mask=key_valid, other=0) != 0)
+        scores = tl.where(key_valid[None], tl.dot(q, k) * factor, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, 1))
         shares = tl.exp2(scores - top[:, None])
-        kept = tl.exp2(highest - top)
-        total = total * kept + tl.sum(shares, 1)
-        sums = sums * kept[:, None] + tl.dot(shares.to(v.dtype), v)
+        rescale = tl.exp2(highest - top)
+        total = total * rescale + tl.sum(shares, 1)
+        sums = sums * rescale[:, None] + tl.dot(shares.to(v.dtype), v)
         highest = top
-    found = sums / tl.where(total > 0, total, 1.0)[:, None]
+    result = sums / tl.where(total > 0, total, 1.0)[:, None]
     place = out + ((row * length + tokens[:, None]) * heads + head) * size + features[None]
-    tl.store(place, found.to(out.dtype.element_ty), mask=held)
+    tl.store(place, result.to(out.dtype.element_ty), mask=query_valid)
 
 
 @torch.library.triton_op(
@@ -165,27 +165,27 @@ def _step_attention(  # type: ignore[no-untyped-def]
     sums = tl.zeros([wide], tl.float32)
     for start in range(0, capacity, tokens):
         others = start + tl.arange(0, tokens)
-        there = others < capacity
+        key_valid = others < capacity
         k = tl.load(
             key + row * key_row + (head // share) * key_head + others[:, None] * key_token + features[None],
-            mask=there[:, None] & (features[None] < size),
+            mask=key_valid[:, None] & (features[None] < size),
             other=0.0,
         )
         v = tl.load(
             value + row * value_row + (head // share) * value_head + others[:, None] * value_token + columns[None],
-            mask=there[:, None] & (columns[None] < width),
+            mask=key_valid[:, None] & (columns[None] < width),
             other=0.0,
         )
-        more = tl.load(bias + row * bias_row + head * bias_head + others * bias_token, mask=there, other=0.0)
+        more = tl.load(bias + row * bias_row + head * bias_head + others * bias_token, mask=key_valid, other=0.0)
         # The bias of a masked token may be the smallest number of the data type. Multiplying it by `factor` would
         # overflow, so the bias is limited first.
         scores = tl.sum(q[None] * k.to(tl.float32), 1) + tl.maximum(more.to(tl.float32), -1.0e30) * factor
-        scores = tl.where(there, scores, float("-inf"))
+        scores = tl.where(key_valid, scores, float("-inf"))
         top = tl.maximum(highest, tl.max(scores, 0))
         shares = tl.exp2(scores - top)
-        kept = tl.exp2(highest - top)
-        total = total * kept + tl.sum(shares, 0)
-        sums = sums * kept + tl.sum(shares[:, None] * v.to(tl.float32), 0)
+        rescale = tl.exp2(highest - top)
+        total = total * rescale + tl.sum(shares, 0)
+        sums = sums * rescale + tl.sum(shares[:, None] * v.to(tl.float32), 0)
         highest = top
     place = out + (row * heads + head) * width + columns
     tl.store(place, (sums / total).to(out.dtype.element_ty), mask=columns < width)
@@ -213,13 +213,13 @@ def gelu_rows_in_float8(x: torch.Tensor, largest: float, smallest: float) -> tup
         float32`.
     """
     rows, features = x.shape
-    found = x.new_empty(rows, features, dtype=torch.float8_e4m3fn)
+    values = x.new_empty(rows, features, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
     torch.library.wrap_triton(_gelu_rows)[rows,](
-        x, found, scale, features=features, block=_block(features), largest=largest, smallest=smallest,
+        x, values, scale, features=features, block=_block(features), largest=largest, smallest=smallest,
         num_warps=8,
     )  # fmt: skip
-    return found, scale
+    return values, scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -34,7 +34,7 @@ class _Places:
 
     def __init__(self, places: Iterable[tuple[dict[str, Any], str, str]]) -> None:
         entries = list(places)
-        self._dicts, self._keys = [held for held, _, _ in entries], [key for _, key, _ in entries]
+        self._dicts, self._keys = [container for container, _, _ in entries], [key for _, key, _ in entries]
         self.names = [name for _, _, name in entries]
 
     def values(self) -> list[Any]:
@@ -59,13 +59,13 @@ class ModelSnapshot:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._parts = _Places(
-            (held, key, f"{path}.{key}".lstrip("."))
+            (container, key, f"{path}.{key}".lstrip("."))
             for path, module in self._modules.items()
-            for held in (module._parameters, module._buffers, module._modules)
-            for key in held
+            for container in (module._parameters, module._buffers, module._modules)
+            for key in container
         )
         self._objects = self._parts.values()
-        self._weights = [one for one in self._objects if isinstance(one, torch.Tensor)]
+        self._weights = [value for value in self._objects if isinstance(value, torch.Tensor)]
         self._state = self._written()
         self._samples = [group for group in _samples(self._weights) if group]
         self._sampled = [torch.stack(group) for group in self._samples]
@@ -118,8 +118,8 @@ class ModelSnapshot:
     def _other_hooks(self) -> str:
         if self._last_hook == RemovableHandle.next_id and not self._hooks:
             return ""
-        last, found = RemovableHandle.next_id, self._hooked()
-        if len(found) != len(self._hooks) or not all(map(operator.is_, found, self._hooks)):
+        last, hooks = RemovableHandle.next_id, self._hooked()
+        if len(hooks) != len(self._hooks) or not all(map(operator.is_, hooks, self._hooks)):
             return "hooks of its submodules were added or removed"
         self._last_hook = last
         return ""
@@ -132,7 +132,10 @@ class ModelSnapshot:
         """
         parts = itertools.islice(self._modules.values(), 1, None)
         hooks = (
-            hook for one in parts for held in (one._forward_pre_hooks, one._forward_hooks) for hook in held.values()
+            hook
+            for part in parts
+            for registry in (part._forward_pre_hooks, part._forward_hooks)
+            for hook in registry.values()
         )
         return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
@@ -148,13 +151,13 @@ def _address(tensor: torch.Tensor) -> int:
 def _samples(weights: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield views of one value of each weight on the CPU, grouped by data type."""
     plain = [
-        one.detach()
-        for one in weights
-        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu"
-        and one.layout is torch.strided and one.is_floating_point() and one.numel()
+        weight.detach()
+        for weight in weights
+        if type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.device.type == "cpu"
+        and weight.layout is torch.strided and weight.is_floating_point() and weight.numel()
     ]  # fmt: skip
-    for dtype in {one.dtype for one in plain}:
-        yield [_largest(one) for one in plain if one.dtype is dtype]
+    for dtype in {weight.dtype for weight in plain}:
+        yield [_largest(weight) for weight in plain if weight.dtype is dtype]
 
 
 def _largest(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,18 +176,18 @@ def _settings(modules: dict[str, torch.nn.Module]) -> Iterator[tuple[dict[str, A
     """Yield (dictionary, key, name) for each attribute of a model's modules and configs that is a plain value, such as
     a number or a string.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     for path, module in modules.items():
-        own = vars(module)
-        config = own.get("config")
+        attributes = vars(module)
+        config = attributes.get("config")
         # Skip private attributes of modules that have a config, because `generate` stores values of its last call in
         # them.
         private = "_" if config is not None else ()
-        for word in own.keys() - _STANDARD:
-            if not word.startswith(private) and _is_plain(own[word]):
-                yield own, word, f"{path}.{word}".lstrip(".")
-        if hasattr(config, "to_diff_dict") and id(config) not in seen:
-            seen.add(id(config))
+        for word in attributes.keys() - _STANDARD:
+            if not word.startswith(private) and _is_plain(attributes[word]):
+                yield attributes, word, f"{path}.{word}".lstrip(".")
+        if hasattr(config, "to_diff_dict") and id(config) not in visited:
+            visited.add(id(config))
             for word, value in vars(config).items():
                 if word not in _NOTES and _is_plain(value):
                     yield vars(config), word, f"{path}.config.{word}".lstrip(".")
@@ -194,5 +197,5 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(item) for pair in value.items() for item in pair)
     return value is None or isinstance(value, (bool, int, float, str))

@@ -32,7 +32,7 @@ Tokens = int | Literal["all"] | None
 
 The value is "all" if the batch contains no padding, and `None` if the layers also compute the padding.
 """
-Asked = Callable[[bool], Tokens]
+TokenCounter = Callable[[bool], Tokens]
 """Function that waits for the attention mask and returns the number of tokens that the layers compute.
 
 Its argument is `True` if the call was already launched on the GPU.
@@ -56,7 +56,7 @@ _FASTEST_FIRST = [
 ]  # fmt: skip
 
 
-def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> Asked | None:
+def token_counter(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> TokenCounter | None:
     """Return a function that counts the tokens which the layers must compute for a call.
 
     The function reads the attention mask as it is now. Work that the caller launches on the GPU later does not delay
@@ -75,12 +75,12 @@ def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> A
     more = (want.batch - rows) * length
     if padded_tokens < _FEWEST or (mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
-    asked = None if mask is None else _asked(mask)
+    read_mask = None if mask is None else _mask_reader(mask)
 
     def tokens(begun: bool) -> Tokens:
         real = rows * length
-        if asked is not None:
-            current_mask = asked(begun)
+        if read_mask is not None:
+            current_mask = read_mask(begun)
             real = int(np.count_nonzero(current_mask))
             if np.count_nonzero(current_mask[:, 0]) < rows:
                 return None
@@ -91,7 +91,7 @@ def asked_tokens(call: Mapping[str, Any], have: CallSizes, want: CallSizes) -> A
     return tokens
 
 
-def _asked(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
+def _mask_reader(mask: torch.Tensor) -> Callable[[bool], np.ndarray]:
     """Return a function that copies the current mask to the CPU. Copying the mask is faster than counting its tokens on
     the GPU and copying the result.
     """
@@ -159,10 +159,12 @@ def packable(model: Any, dtype: torch.dtype) -> bool:
 
 def _layers(model: Any) -> torch.nn.ModuleList | None:
     """Return the layers of a model, or `None` if it does not have exactly one stack of layers."""
-    found = [
-        one for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len({type(m) for m in one}) == 1
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList) and len({type(m) for m in module}) == 1
     ]
-    return found[0] if len(found) == 1 else None
+    return stacks[0] if len(stacks) == 1 else None
 
 
 def _varlen() -> Callable[..., Any] | None:
@@ -224,12 +226,12 @@ def _pack(packed_model: Any, tokens: int) -> None:
 
     def leaving(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         places = _packed_rows(args, kwargs).places
-        found = last(hidden_states, *args, **kwargs)
-        packed = found[0] if isinstance(found, tuple) else found
+        output = last(hidden_states, *args, **kwargs)
+        packed = output[0] if isinstance(output, tuple) else output
         # Tokens that were not computed are masked. Their outputs are set to zero, and no later code reads them.
         rows = packed[0].index_select(0, places.flatten().clamp(max=tokens - 1))
         rows = rows.view(*places.shape, -1).where((places < tokens)[..., None], 0)
-        return (rows, *found[1:]) if isinstance(found, tuple) else rows
+        return (rows, *output[1:]) if isinstance(output, tuple) else rows
 
     layers[0].forward = entering
     layers[-1].forward = leaving
@@ -253,8 +255,8 @@ def _rows(*_: Any, attention_mask: torch.Tensor, tokens: int, **__: Any) -> Pack
     number of tokens that the code was compiled for.
     """
     flat = attention_mask.flatten() != 0
-    seen, others = flat.cumsum(0), (~flat).cumsum(0)
-    places = torch.where(flat, seen - 1, seen[-1] + others - 1)
+    counted, others = flat.cumsum(0), (~flat).cumsum(0)
+    places = torch.where(flat, counted - 1, counted[-1] + others - 1)
     order = torch.empty_like(places).scatter_(0, places, torch.arange(places.numel(), device=places.device))
     length = attention_mask.shape[1]
     ends = (attention_mask != 0).sum(1).cumsum(0)
@@ -277,9 +279,9 @@ def _attend(
     varlen = _varlen()
     assert varlen is not None
     bounds, length = attention_mask.bounds, attention_mask.places.shape[1]
-    q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    found = varlen(q, k, v, bounds, bounds, length, length, scale=scaling)
-    return found[None], None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = varlen(q, k, v, bounds, bounds, length, length, scale=scaling)
+    return output[None], None
 
 
 def _attend_whole(
@@ -295,8 +297,8 @@ def _attend_whole(
     if query.shape[2] <= _SHORT:
         return _attend_masked(_module, query, key, value, None, scaling)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True):
-        found = scaled_dot_product_attention(query, key, value, scale=scaling)
-    return found.transpose(1, 2), None
+        output = scaled_dot_product_attention(query, key, value, scale=scaling)
+    return output.transpose(1, 2), None
 
 
 def _attend_masked(

@@ -18,7 +18,7 @@ def side_by_side(parent: torch.nn.Module) -> list[list[torch.nn.Linear]]:
         # Skip quantized layers and weights, and layers whose `forward` was replaced.
         if type(layer) is not torch.nn.Linear or "forward" in vars(layer):
             continue
-        if all(type(one) is torch.nn.Parameter for one in layer.parameters()):
+        if all(type(parameter) is torch.nn.Parameter for parameter in layer.parameters()):
             weight = layer.weight
             groups[layer.in_features, layer.bias is None, weight.dtype, weight.device].append(layer)
     return list(groups.values())
@@ -46,11 +46,12 @@ def _writes(node: Node) -> bool:
     # Functions that write to an input: `x.add_`, `x[0] = ...`, `x += ...`, and calls with `inplace=True` or `out=`.
     by_name = name.endswith("_") and not name.endswith("__")
     by_argument = (
-        any(one is True for one in (*node.args, node.kwargs.get("inplace"))) or node.kwargs.get("out") is not None
+        any(argument is True for argument in (*node.args, node.kwargs.get("inplace")))
+        or node.kwargs.get("out") is not None
     )
     return by_name or by_argument or name in _IN_PLACE
 
 
-_IN_PLACE = {"setitem", "delitem", *(f"i{one}" for one in (
+_IN_PLACE = {"setitem", "delitem", *(f"i{operator_name}" for operator_name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift", "concat",
 ))}  # fmt: skip

@@ -33,17 +33,19 @@ def join_projections(model: torch.nn.Module) -> None:
     The values of the weights and the outputs of the model do not change. The parameters are replaced by views of the
     joined tensor, so no other code may use the model's parameters.
     """
-    holders = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    holders = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for parent in model.modules():
         for layers in side_by_side(parent):
-            own = [layer for layer in layers if all(holders[id(one)] == 1 for one in layer.parameters())]
-            if len(own) > 1:
-                _join(own)
+            unshared = [
+                layer for layer in layers if all(holders[id(parameter)] == 1 for parameter in layer.parameters())
+            ]
+            if len(unshared) > 1:
+                _join(unshared)
 
 
 def _join(layers: list[torch.nn.Linear]) -> None:
-    weight = torch.cat([one.weight.detach() for one in layers])
-    bias = None if layers[0].bias is None else torch.cat([one.bias.detach() for one in layers])
+    weight = torch.cat([linear_layer.weight.detach() for linear_layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([linear_layer.bias.detach() for linear_layer in layers])
     start = 0
     for layer in layers:
         rows = slice(start, start + layer.out_features)
@@ -95,43 +97,46 @@ def join_products(graph: Graph) -> None:
                 continue
             # `read` contains the weight, the scale of the weight for float8 layers, and the bias.
             x, *read = node.args
-            taken = [None if one is None else _rows(one) for one in read]
-            rows = taken[0]
-            if rows is not None and all(one is None or other == rows for one, other in zip(read, taken, strict=True)):
-                whole = tuple(None if one is None else one.args[0] for one in read)
-                groups[target, x, whole, spans[node]].append((rows.start, rows.stop, node))
-    for (target, x, whole, _), found in groups.items():
-        for run in _runs(sorted(found, key=lambda one: one[:2])):
-            _one_product(graph, target, x, whole, run)
+            slices = [None if argument is None else _rows(argument) for argument in read]
+            rows = slices[0]
+            if rows is not None and all(
+                argument is None or other == rows for argument, other in zip(read, slices, strict=True)
+            ):
+                sources = tuple(None if argument is None else argument.args[0] for argument in read)
+                groups[target, x, sources, spans[node]].append((rows.start, rows.stop, node))
+    for (target, x, sources, _), pieces in groups.items():
+        for run in _runs(sorted(pieces, key=lambda piece: piece[:2])):
+            _one_product(graph, target, x, sources, run)
 
 
 def _rows(node: Any) -> slice | None:
     """Return the row slice that a node takes from a tensor, or `None` if the node is not a slice of rows."""
     if not isinstance(node, Node) or node.target is not operator.getitem:
         return None
-    taken = node.args[1]
-    return taken if isinstance(taken, slice) and taken.step is None and isinstance(taken.start, int) else None
+    index = node.args[1]
+    return index if isinstance(index, slice) and index.step is None and isinstance(index.start, int) else None
 
 
-def _runs(found: list[tuple[int, int, Node]]) -> list[list[tuple[int, int, Node]]]:
+def _runs(pieces: list[tuple[int, int, Node]]) -> list[list[tuple[int, int, Node]]]:
     """Return groups of two or more layers whose weight rows are adjacent."""
     runs: list[list[tuple[int, int, Node]]] = []
-    for one in found:
-        if runs and runs[-1][-1][1] == one[0]:
-            runs[-1].append(one)
+    for piece in pieces:
+        if runs and runs[-1][-1][1] == piece[0]:
+            runs[-1].append(piece)
         else:
-            runs.append([one])
+            runs.append([piece])
     return [run for run in runs if len(run) > 1]
 
 
 def _one_product(
-    graph: Graph, target: Any, x: Node, whole: tuple[Node | None, ...], run: list[tuple[int, int, Node]]
+    graph: Graph, target: Any, x: Node, sources: tuple[Node | None, ...], run: list[tuple[int, int, Node]]
 ) -> None:
     nodes = {node for _, _, node in run}
     first, start, stop = next(node for node in graph.nodes if node in nodes), run[0][0], run[-1][1]
     with graph.inserting_before(first):
         rows = [
-            None if one is None else graph.call_function(operator.getitem, (one, slice(start, stop))) for one in whole
+            None if source is None else graph.call_function(operator.getitem, (source, slice(start, stop)))
+            for source in sources
         ]
         product = graph.call_function(target, (x, *rows))
         if (value := _value(first)) is not None:
@@ -150,7 +155,11 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
     activation reads the output of the layer.
     """
     spans = spans_of(graph)
-    for node in [one for one in graph.nodes if one.op == "call_function" and one.target in _ACTIVATIONS and one.args]:
+    for node in [
+        candidate
+        for candidate in graph.nodes
+        if candidate.op == "call_function" and candidate.target in _ACTIVATIONS and candidate.args
+    ]:
         product, value = node.args[0], _value(node)
         if not isinstance(product, Node) or product.target is not linear or len(product.users) > 1 or value is None:
             continue
@@ -168,14 +177,16 @@ def activate_in_products(graph: Graph, device: str = "cuda") -> None:
         with graph.inserting_before(node):
             turned = graph.call_method("t", (weight,))
             flat = graph.call_method("reshape", (x, -1, read.shape[-1])) if value.ndim != 2 else x
-            made = graph.call_function(activated_product, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]})
-            whole = graph.call_method("reshape", (made, *value.shape)) if value.ndim != 2 else made
-        whole.meta = dict(node.meta)
-        node.replace_all_uses_with(whole)
+            activated = graph.call_function(
+                activated_product, (bias, flat, turned), {"use_gelu": _ACTIVATIONS[node.target]}
+            )
+            output = graph.call_method("reshape", (activated, *value.shape)) if value.ndim != 2 else activated
+        output.meta = dict(node.meta)
+        node.replace_all_uses_with(output)
         graph.erase_node(node)
         graph.erase_node(product)
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    found = node.meta.get("example_value") if isinstance(node, Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    example = node.meta.get("example_value") if isinstance(node, Node) else None
+    return example if isinstance(example, torch.Tensor) else None

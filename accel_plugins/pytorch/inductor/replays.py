@@ -14,7 +14,7 @@ import torch
 
 from ..session import CapturedModule
 from .forms import CompilationPlan
-from .packing import Asked, Tokens
+from .packing import TokenCounter, Tokens
 
 # Maximum number of entries in a cache of calls. A cache with more entries is emptied.
 MOST = 4096
@@ -42,19 +42,19 @@ class ReplayedCalls:
     times: int = 0
     enough: int = _SAME
 
-    def answer(self, call: Mapping[str, Any], asked: Asked | None) -> Any:
+    def answer(self, call: Mapping[str, Any], count_tokens: TokenCounter | None) -> Any:
         """Return the output of a call by replaying its CUDA graph, or `None` if no graph was captured for the call.
 
         Args:
             call: The inputs by name.
-            asked: Function that waits for the number of tokens that the layers compute. `None` if the layers compute
+            count_tokens: Function that waits for the number of tokens that the layers compute. `None` if the layers compute
                 padded rows.
         """
-        if asked is None:
+        if count_tokens is None:
             return self._replayed(None, call)
         guess, guessed = self.last, self.times >= self.enough
         output = self._replayed(guess, call) if guessed else None
-        tokens = asked(output is not None)
+        tokens = count_tokens(output is not None)
         if tokens == guess:
             self.times += 1
         else:
@@ -74,18 +74,18 @@ class ReplayCache:
     def __init__(self) -> None:
         self._calls: dict[Any, ReplayedCalls] = {}
 
-    def get(self, seen: Any) -> ReplayedCalls | None:
-        """Return the CUDA graphs that were stored for calls with the key `seen`, or `None`."""
-        return self._calls.get(seen)
+    def get(self, key: Any) -> ReplayedCalls | None:
+        """Return the CUDA graphs that were stored for calls with a key, or `None`."""
+        return self._calls.get(key)
 
     def remember(
-        self, seen: Any, plan: CompilationPlan, tokens: Tokens, code: Any, inputs: Mapping[str, Any], dtype: torch.dtype
+        self, key: Any, plan: CompilationPlan, tokens: Tokens, code: Any, inputs: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         """Store the CUDA graph of a call for later calls with the same key. A graph that also reads other tensors than
         the inputs of the call is not stored.
 
         Args:
-            seen: Key of the call, from `seen_of`.
+            key: Key of the call, from `call_key`.
             plan: How the call is computed.
             tokens: Number of tokens that layers compute.
             code: The compiled code.
@@ -93,7 +93,7 @@ class ReplayCache:
             dtype: Data type of the floating-point outputs.
         """
         graph = code.graph_of(inputs) if isinstance(code, CapturedModule) else None
-        if graph is None or not {name for name, *_ in seen} >= graph.inputs.keys():
+        if graph is None or not {name for name, *_ in key} >= graph.inputs.keys():
             return
 
         def replay(call: Mapping[str, Any]) -> Any:
@@ -101,23 +101,23 @@ class ReplayCache:
 
         if len(self._calls) >= MOST:
             self._calls = {}
-        self._calls.setdefault(seen, ReplayedCalls(plan)).replays[tokens] = replay
+        self._calls.setdefault(key, ReplayedCalls(plan)).replays[tokens] = replay
 
     def forget(self) -> None:
         """Discard all stored CUDA graphs, so that all later calls are planned again."""
         self._calls = {}
 
 
-def seen_of(call: Mapping[str, Any]) -> tuple[Any, ...] | None:
+def call_key(call: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """Return the key of a call: names, shapes, types and devices of tensors, and values of other inputs. Return
     `None` if an input is neither a tensor nor a number, string or `None`.
     """
-    seen: list[Any] = []
+    entries: list[Any] = []
     for name, value in call.items():
         if isinstance(value, torch.Tensor):
-            seen.append((name, value.shape, value.dtype, value.device))
+            entries.append((name, value.shape, value.dtype, value.device))
         elif value is None or isinstance(value, (bool, int, float, str)):
-            seen.append((name, repr(value)))
+            entries.append((name, repr(value)))
         else:
             return None
-    return tuple(seen)
+    return tuple(entries)

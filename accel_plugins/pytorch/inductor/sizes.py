@@ -93,21 +93,23 @@ def padded(call: Mapping[str, Any], have: CallSizes, want: CallSizes, pad_id: in
     return inputs
 
 
-def axes_to_cut(found: torch.Tensor, expected: torch.Tensor, have: CallSizes, want: CallSizes) -> dict[int, str] | None:
+def axes_to_cut(
+    actual: torch.Tensor, expected: torch.Tensor, have: CallSizes, want: CallSizes
+) -> dict[int, str] | None:
     """Return the padded axes of an output, with "batch" or "length" for each axis.
 
     Return `None` if an axis differs between the two outputs for another reason than padding.
 
     Args:
-        found: Output of the compiled code for the padded call.
+        actual: Output of the compiled code for the padded call.
         expected: Output of the original model for the call without padding.
         have: Sizes of the call without padding.
         want: Sizes to which the call was padded.
     """
-    if found.ndim != expected.ndim:
+    if actual.ndim != expected.ndim:
         return None
     axes: dict[int, str] = {}
-    for axis, (long, short) in enumerate(zip(found.shape, expected.shape, strict=True)):
+    for axis, (long, short) in enumerate(zip(actual.shape, expected.shape, strict=True)):
         if long == short:
             continue
         names = [n for n in ("batch", "length") if getattr(have, n) == short and getattr(want, n) == long]
