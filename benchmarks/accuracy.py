@@ -34,7 +34,7 @@ def main() -> None:
         report: dict[str, object] = {"evaluation": result.to_dict()}
         if not args.evaluate_only:
             try:
-                made = accel.quantize(
+                quantized = accel.quantize(
                     artifact,
                     Path(folder) / "quantized",
                     max_drop=args.max_drop,
@@ -42,7 +42,7 @@ def main() -> None:
                     calibration=args.calibration,
                     max_length=args.max_length,
                 )
-                report["search"] = made.manifest.steps[-1].report["search"]
+                report["search"] = quantized.manifest.steps[-1].report["search"]
             except BudgetError as error:
                 report["error"] = str(error)
         print(json.dumps(report, indent=2))

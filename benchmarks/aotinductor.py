@@ -120,10 +120,10 @@ def main() -> None:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
             )  # fmt: skip
             assert process.stdout is not None
-            found = json.loads(process.stdout.readline())
-            logits = torch.tensor(found.pop("logits"))
+            answer = json.loads(process.stdout.readline())
+            logits = torch.tensor(answer.pop("logits"))
             report["variants"][name] = {
-                **found, "error": float((logits - expected).abs().max() / expected.abs().max()), "ms": []
+                **answer, "error": float((logits - expected).abs().max() / expected.abs().max()), "ms": []
             }  # fmt: skip
             processes[name] = process
         for _ in range(arguments.rounds):

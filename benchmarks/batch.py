@@ -50,11 +50,11 @@ def measured(command: list[str]) -> dict[str, float]:
     peak = 0
     while process.poll() is None:
         memory = 0
-        for one in [process, *process.children(recursive=True)]:
+        for child in [process, *process.children(recursive=True)]:
             try:
-                times = one.cpu_times()
-                used[one.pid] = times.user + times.system
-                memory += one.memory_full_info().pss
+                times = child.cpu_times()
+                used[child.pid] = times.user + times.system
+                memory += child.memory_full_info().pss
             except (psutil.Error, OSError):
                 continue
         peak = max(peak, memory)
@@ -83,17 +83,17 @@ def main() -> None:
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps({"text": texts[i % len(texts)]}) + "\n" for i in range(args.rows))
     )
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    measurements: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     labels: dict[str, Any] = {}
     for turn in range(args.rounds):
         for name, options in VARIANTS.items():
             out = folder / f"{name}-{turn}"
             command = [sys.executable, "-m", "accel", "batch", str(MODEL), "--data", str(folder / "rows.jsonl")]
             command += ["--out", str(out), "--rows-a-part", "128", "--json", *options]
-            found[name].append(measured(command))
+            measurements[name].append(measured(command))
             labels[name] = parquet.read_table(out).to_pydict()["label"]
-            print(name, {key: round(value, 1) for key, value in found[name][-1].items()}, flush=True)
-    assert all(one == labels["one process"] for one in labels.values()), "the answers differ"
+            print(name, {key: round(value, 1) for key, value in measurements[name][-1].items()}, flush=True)
+    assert all(column == labels["one process"] for column in labels.values()), "the answers differ"
     shutil.rmtree(folder)
     result = {
         "machine": platform.platform(),
@@ -101,9 +101,10 @@ def main() -> None:
         "load": os.getloadavg()[0],
         "rows": args.rows,
         "medians": {
-            name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()
+            name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            for name, runs in measurements.items()
         },
-        "runs": found,
+        "runs": measurements,
     }
     print(json.dumps(result["medians"], indent=1))
     if args.out is not None:

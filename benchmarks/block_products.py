@@ -27,14 +27,14 @@ def graph(inner: int, outer: int, block: int, level: int, weights: dict[str, np.
     """Return an ONNX model with one matrix product."""
     sizes: dict[str, Any] = {"K": inner, "N": outer, "bits": 4, "block_size": block, "accuracy_level": level}
     node = helper.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft", **sizes)
-    made = helper.make_graph(
+    product = helper.make_graph(
         [node], "product",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", inner])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", outer])],
         [numpy_helper.from_array(array, name) for name, array in weights.items()],
     )  # fmt: skip
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    written: bytes = helper.make_model(made, opset_imports=opsets, ir_version=10).SerializeToString()
+    written: bytes = helper.make_model(product, opset_imports=opsets, ir_version=10).SerializeToString()
     onnx.checker.check_model(written)
     return written
 
@@ -73,9 +73,10 @@ def main() -> None:
                     if call >= 2:
                         times[place].append(1e3 * (time.perf_counter() - started))
         errors = [np.abs(s.run(None, {"x": x})[0] - exact).max() / np.abs(exact).max() for s in sessions]
-        one, four = map(statistics.median, times)
+        level1_ms, level4_ms = map(statistics.median, times)
         print(
-            f"| {rows} x {inner} x {outer} | {one:.3f} | {four:.3f} | {one / four:.2f} | {errors[0]:.1e} | {errors[1]:.1e} |"
+            f"| {rows} x {inner} x {outer} | {level1_ms:.3f} | {level4_ms:.3f} | {level1_ms / level4_ms:.2f} | "
+            f"{errors[0]:.1e} | {errors[1]:.1e} |"
         )
 
 

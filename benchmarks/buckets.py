@@ -13,7 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
-from openvino_backend import TASK, distilbert, int8_of, made, time_variants
+from openvino_backend import TASK, create_once, distilbert, int8_of, time_variants
 
 from accel import SessionOptions, export, quantize
 from accel.measuring.latency.variants import Variant
@@ -30,10 +30,12 @@ args = parser.parse_args()
 args.work.mkdir(parents=True, exist_ok=True)
 source = args.model or distilbert(args.work / "distilbert")
 if args.backend == "cpu":
-    floating = made(args.work / f"{source.name}-onnx", lambda out: export(source, out))
-    int8 = made(args.work / f"{source.name}-onnx-int8", lambda out: quantize(floating, out, scheme="dynamic-int8"))
+    floating = create_once(args.work / f"{source.name}-onnx", lambda out: export(source, out))
+    int8 = create_once(
+        args.work / f"{source.name}-onnx-int8", lambda out: quantize(floating, out, scheme="dynamic-int8")
+    )
 else:
-    floating = made(args.work / f"{source.name}-ir", lambda out: export(source, out, backend="openvino"))
+    floating = create_once(args.work / f"{source.name}-ir", lambda out: export(source, out, backend="openvino"))
     types = len(floating.component().inputs) == 3
     int8 = int8_of(floating, args.work / f"{source.name}-int8", args.sequence, types)
 options = {"": SessionOptions(), ", buckets": SessionOptions(buckets=(args.sequence // 2, args.sequence))}

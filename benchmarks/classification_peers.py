@@ -83,7 +83,7 @@ def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
         ORTModelForSequenceClassification.from_pretrained(source, export=True).save_pretrained(f"{folder}-float32")
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         kinds = {"avx512_vnni": AutoQuantizationConfig.avx512_vnni, "avx512f": AutoQuantizationConfig.avx512}
-        kind = next((made for flag, made in kinds.items() if flag in flags), AutoQuantizationConfig.avx2)
+        kind = next((factory for flag, factory in kinds.items() if flag in flags), AutoQuantizationConfig.avx2)
         ORTQuantizer.from_pretrained(f"{folder}-float32").quantize(
             save_dir=folder, quantization_config=kind(is_static=False, per_channel=True)
         )
@@ -99,20 +99,20 @@ def optimum_onnx(source: Path, folder: Path, threads: int) -> Any:
 
 def prepare(work: Path) -> None:
     """Create the model and the artifacts of accel."""
-    from openvino_backend import distilbert, int8_of, made, token_rows
+    from openvino_backend import create_once, distilbert, int8_of, token_rows
 
     from accel import export, quantize
 
     work.mkdir(parents=True, exist_ok=True)
     source = distilbert(work / "distilbert")
     int8_of(
-        made(work / "distilbert-ir", lambda out: export(source, out, backend="openvino")),
+        create_once(work / "distilbert-ir", lambda out: export(source, out, backend="openvino")),
         work / "distilbert-int8",
         SEQUENCE,
     )
-    graph = made(work / "distilbert-onnx", lambda out: export(source, out))
+    graph = create_once(work / "distilbert-onnx", lambda out: export(source, out))
     rows = token_rows(16, 2, SEQUENCE)
-    made(
+    create_once(
         work / "distilbert-cpu-int8",
         lambda out: quantize(graph, out, backend="cpu", scheme="static-int8", calibration=rows),
     )

@@ -55,17 +55,17 @@ def runtime_timed(backend: str) -> Iterator[list[float]]:
     """Record the duration of each run of the runtime inside the context, in microseconds."""
     owner, name = RUNS[backend]
     real: Callable[..., Any] = getattr(owner, name)
-    taken: list[float] = []
+    durations: list[float] = []
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         result = real(self, *args, **kwargs)
-        taken.append((time.perf_counter() - started) * 1e6)
+        durations.append((time.perf_counter() - started) * 1e6)
         return result
 
     setattr(owner, name, timed)
     try:
-        yield taken
+        yield durations
     finally:
         setattr(owner, name, real)
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         source = decoder(Path(folder) / "decoder")
         for backend in RUNS:
@@ -108,7 +108,7 @@ def main() -> None:
             model = ORTModelForCausalLM.from_pretrained(
                 artifact.path, backend=backend, session_options=SessionOptions(threads=1)
             )
-            found[backend] = {}
+            results[backend] = {}
             with runtime_timed(backend) as runs:
 
                 def beyond(way: Callable[[int], object], tokens: int, runs: list[float] = runs) -> float:
@@ -120,10 +120,10 @@ def main() -> None:
                 for name, way in ways(model).items():
                     beyond(way, 8)
                     rounds = sorted((beyond(way, MANY) - beyond(way, FEW)) / (MANY - FEW) for _ in range(args.rounds))
-                    found[backend][name] = [round(rounds[1], 1), round(statistics.median(rounds), 1)]
-    print(json.dumps(found, indent=2))
+                    results[backend][name] = [round(rounds[1], 1), round(statistics.median(rounds), 1)]
+    print(json.dumps(results, indent=2))
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in VARIANTS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         make = (
@@ -78,9 +78,9 @@ def main() -> None:
                 done = subprocess.run(
                     [sys.executable, "-c", code, str(folder), str(out)], check=True, capture_output=True, text=True
                 )
-                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+                results[name].append(json.loads(done.stdout.splitlines()[-1]))
     report: dict[str, Any] = {"rounds": arguments.rounds, "weights_bytes": weights, "variants": {}}
-    for name, runs in found.items():
+    for name, runs in results.items():
         report["variants"][name] = {
             kind: {
                 "median": round(statistics.median(run[kind] for run in runs), 2),

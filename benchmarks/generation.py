@@ -56,7 +56,7 @@ def qwen(folder: Path) -> Path:
     return folder
 
 
-def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
+def artifact_of(work: Path, model: Path, row: dict[str, Any]) -> Path:
     """Return the artifact of a row. If it does not exist, create it and print the duration to standard error."""
     import accel
 
@@ -74,7 +74,7 @@ def made(work: Path, model: Path, row: dict[str, Any]) -> Path:
     if "level" in row:
         return step(f"{row['backend']}-{row['level']}", lambda out: accel.optimize(plain, out, level=row["level"]))
     if "scheme" in row:
-        start = plain if row["backend"] == "openvino" else made(work, model, ROWS["cpu float32 O2"])
+        start = plain if row["backend"] == "openvino" else artifact_of(work, model, ROWS["cpu float32 O2"])
         name = f"{row['backend']}-{row['scheme']}"
         return step(name, lambda out: accel.quantize(start, out, scheme=row["scheme"], block_size=row.get("block", 32)))
     return plain
@@ -120,13 +120,13 @@ def measure(folder: Path, row: dict[str, Any], args: argparse.Namespace) -> dict
 
     run(16, 4)
     runs = [run(args.prompt, args.new) for _ in range(args.runs)]
-    found: dict[str, Any] = {"first_token_ms": [1e3 * a for a, _ in runs], "tokens_per_s": [b for _, b in runs]}
-    found["resident_gb"] = _resident() / 1e9
+    result: dict[str, Any] = {"first_token_ms": [1e3 * a for a, _ in runs], "tokens_per_s": [b for _, b in runs]}
+    result["resident_gb"] = _resident() / 1e9
     if args.long and args.batch == 1:
-        found["long_tokens_per_s"] = run(args.long, 24)[1]
+        result["long_tokens_per_s"] = run(args.long, 24)[1]
     if "pytorch" not in row:
-        found["step_us"] = step_cost(model, ids[:, : args.prompt])
-    return found
+        result["step_us"] = step_cost(model, ids[:, : args.prompt])
+    return result
 
 
 def _resident() -> int:
@@ -183,34 +183,34 @@ def main() -> None:
         return
     args.work.mkdir(parents=True, exist_ok=True)
     model = args.model or qwen(args.work / "qwen")
-    folders = {name: made(args.work, model, ROWS[name]) for name in args.rows}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rows}
+    folders = {name: artifact_of(args.work, model, ROWS[name]) for name in args.rows}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in args.rows}
     for turn in range(args.rounds):
         for name in args.rows if turn % 2 == 0 else reversed(args.rows):
             command = [sys.executable, __file__, *sys.argv[1:], "--row", name, "--folder", str(folders[name])]
             answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ))
-            found[name].append(json.loads(answer.stdout.splitlines()[-1]))
-            print(name, found[name][-1], file=sys.stderr)
+            results[name].append(json.loads(answer.stdout.splitlines()[-1]))
+            print(name, results[name][-1], file=sys.stderr)
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     base = None
     report: dict[str, Any] = {"shape": [args.batch, args.prompt, args.new], "weights_gb": weights / 1e9, "rows": {}}
     print(
         "| | first token ms | tokens/s (slowest to fastest) | ratio | step us | long | memory GB |\n|---|---|---|---|---|---|---|"
     )
-    for name, rounds in found.items():
-        speeds = [speed for one in rounds for speed in one["tokens_per_s"]]
+    for name, rounds in results.items():
+        speeds = [speed for measurement in rounds for speed in measurement["tokens_per_s"]]
         middle = statistics.median(speeds)
         base = base or middle
         row = {
-            "first_token_ms": statistics.median(ms for one in rounds for ms in one["first_token_ms"]),
+            "first_token_ms": statistics.median(ms for measurement in rounds for ms in measurement["first_token_ms"]),
             "tokens_per_s": middle,
             "spread": [min(speeds), max(speeds)],
             "ratio": middle / base,
-            "resident_gb": max(one["resident_gb"] for one in rounds),
+            "resident_gb": max(measurement["resident_gb"] for measurement in rounds),
             "disk_gb": sum(p.stat().st_size for p in folders[name].iterdir() if p.is_file()) / 1e9,
-            "step_us": statistics.median(one.get("step_us", 0) for one in rounds),
+            "step_us": statistics.median(measurement.get("step_us", 0) for measurement in rounds),
         }
-        longs = [one["long_tokens_per_s"] for one in rounds if "long_tokens_per_s" in one]
+        longs = [measurement["long_tokens_per_s"] for measurement in rounds if "long_tokens_per_s" in measurement]
         row["long"] = middle / statistics.median(longs) if longs else None
         report["rows"][name] = row
         long = f"{row['long']:.2f}" if row["long"] else ""

@@ -140,14 +140,14 @@ def ours(spec: dict[str, Any]) -> Any:
             optimized = Path(spec["work"]) / "cpu-O2"
             plain = optimized if optimized.is_dir() else accel.optimize(plain, optimized, level="O2").path
         accel.quantize(plain, folder, scheme=spec["scheme"], **own_scheme)
-    options, own = accel.SessionOptions(threads=spec["threads"]), {}
+    options, provider_options = accel.SessionOptions(threads=spec["threads"]), {}
     if spec.get("inexact"):
         half = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else None
         options = replace(options, compute_dtype=half, native={"KV_CACHE_PRECISION": "u8"})
-        own = {"dynamic_quantization_group_size": 32}
+        provider_options = {"dynamic_quantization_group_size": 32}
     return by_generate(
         accel.ORTModelForCausalLM.from_pretrained(
-            folder, backend=spec["backend"], session_options=options, provider_options=own
+            folder, backend=spec["backend"], session_options=options, provider_options=provider_options
         )
     )
 
@@ -280,25 +280,25 @@ def main() -> None:
     chosen = {name: row for name, row in ROWS.items() if name in args.rows and interpreters[row["side"]] is not None}
     same = {"model": str(model), "work": str(args.work), "threads": args.threads}
     sides = {name: Side(interpreters[row["side"]], {**row, **same}) for name, row in chosen.items()}
-    found: dict[str, dict[int, tuple[list[float], list[float]]]] = {
+    durations: dict[str, dict[int, tuple[list[float], list[float]]]] = {
         name: {length: ([], []) for length in args.prompts} for name in sides
     }
     for turn in range(args.rounds):
         for length in args.prompts:
             for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
                 first, steps = sides[name].run(length, args.new)
-                found[name][length][0].append(first)
-                found[name][length][1].extend(steps)
+                durations[name][length][0].append(first)
+                durations[name][length][1].extend(steps)
     for side in sides.values():
         side.close()
-    rows = {name: {length: summary(*times) for length, times in lengths.items()} for name, lengths in found.items()}
+    rows = {name: {length: summary(*times) for length, times in lengths.items()} for name, lengths in durations.items()}
     for length in args.prompts:
         print(f"\nprompt of {length}\n{'':32}first ms    best   tokens/s    best")
         for name, lengths in rows.items():
-            one = lengths[length]
+            values = lengths[length]
             print(
-                f"{name:32}{one['first_ms']:8.0f}{one['best_first_ms']:8.0f}{one['tokens_per_s']:11.1f}"
-                f"{one['best_twentieth_tokens_per_s']:8.1f}"
+                f"{name:32}{values['first_ms']:8.0f}{values['best_first_ms']:8.0f}{values['tokens_per_s']:11.1f}"
+                f"{values['best_twentieth_tokens_per_s']:8.1f}"
             )
     if args.out is not None:
         result = {"processors": args.threads, "layers": args.layers, "load": os.getloadavg()[0], "rows": rows}

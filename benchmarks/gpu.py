@@ -208,8 +208,8 @@ def measure(
     for label, call in variants.items():
         rows[label] = {"ms": []}
         if not label.endswith("alone"):
-            found = call().float()
-            rows[label]["error"] = float((found - expected).norm() / expected.norm())
+            output = call().float()
+            rows[label]["error"] = float((output - expected).norm() / expected.norm())
     rows["accel"]["host copies"] = copies(variants["accel"])
     for _ in range(rounds):
         for label, call in variants.items():
@@ -233,12 +233,12 @@ def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
     model = make_model(name)
     model.save_pretrained(folder / f"{name}-model")
     artifact = export(folder / f"{name}-model", folder / f"{name}-onnx", task="text-classification")
-    made = optimize(artifact, folder / f"{name}-onnx-o4", backend="cuda", level="O4")
+    optimized = optimize(artifact, folder / f"{name}-onnx-o4", backend="cuda", level="O4")
     shapes = [(batch, sequence) for model_name, batch, sequence, fill in CASES if model_name == name and fill == 1.0]
     cells: dict[str, Any] = {}
     for batch, sequence in shapes[:1] if quick else shapes:
-        found = benchmark(
-            made, device="cuda", pytorch=["float32", "float16"], batch=[batch], sequence=[sequence],
+        report = benchmark(
+            optimized, device="cuda", pytorch=["float32", "float16"], batch=[batch], sequence=[sequence],
             rounds=ROUNDS, calls=CALLS, warmup=WARM_UP,
         )  # fmt: skip
         cells[f"{batch}x{sequence}"] = {
@@ -250,7 +250,7 @@ def by_benchmark(name: str, folder: Path, quick: bool) -> dict[str, Any]:
             }
             if variant.error is None
             else {"error": variant.error}
-            for variant in found.variants
+            for variant in report.variants
         }
     return cells
 
@@ -288,13 +288,13 @@ def main() -> None:
         for name in arguments.models.split(","):
             model = make_model(name)
             artifact = export(model, Path(temporary) / name, task="text-classification")
-            made = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4")
+            optimized = optimize(artifact, Path(temporary) / f"{name}-o4", backend="cuda", level="O4")
             models = {"float32": model.cuda(), "float16": copy.deepcopy(model).half().cuda()}
             for case in CASES if arguments.bars else (*CASES, *FILLS):
                 if case[0] == name:
                     rounds = 2 if arguments.quick else ROUNDS
                     row = measure(
-                        name, models, made.path, case[1:], modes if case in CASES else (), rounds, in_place=case in CASES
+                        name, models, optimized.path, case[1:], modes if case in CASES else (), rounds, in_place=case in CASES
                     )  # fmt: skip
                     report["rows"].append(row)
                     print(json.dumps(row, indent=1), flush=True)

@@ -58,12 +58,12 @@ def memory(folder: Path, name: str) -> list[float]:
     )
     full, right = make_inputs(name, 4, 64, 1.0), make_inputs(name, 4, 64, 0.7)
     left = {**right, "attention_mask": right["attention_mask"].flip(1)}
-    taken = [used_mb() - before]
+    used = [used_mb() - before]
     for inputs in (full, right, left):
         for _ in range(3):
             model(**inputs)
-        taken.append(used_mb() - before)
-    return [round(megabytes) for megabytes in taken]
+        used.append(used_mb() - before)
+    return [round(megabytes) for megabytes in used]
 
 
 def no_weights(_: SharedWeights) -> Mapping[str, Any]:
@@ -84,13 +84,13 @@ def main(out: Path) -> None:
                 report["memory_mb"][f"{name}, {label}"] = memory(folder, name)
                 gc.collect()
             replays: dict[tuple[int, int], dict[str, Callable[[], object]]] = collections.defaultdict(dict)
-            kept = []
+            models = []
             for label, limit in (("cuDNN", 0), ("memory-efficient", 1 << 20)):
                 masks.SHORT_UP_TO = limit
                 model = ORTModelForSequenceClassification.from_pretrained(
                     folder, backend="cuda", provider_options={"cuda_graphs": 64, "packing": label == "cuDNN"}
                 )
-                kept.append(model)
+                models.append(model)
                 for shape in SHAPES:
                     for _ in range(4):
                         model(**make_inputs(name, *shape, 1.0))
@@ -100,7 +100,7 @@ def main(out: Path) -> None:
                 for _ in range(ROUNDS):
                     for label, call in calls.items():
                         times[label] += microseconds(call)
-                medians = {label: round(statistics.median(found), 1) for label, found in times.items()}
+                medians = {label: round(statistics.median(durations), 1) for label, durations in times.items()}
                 report["replay_us"][f"{name} {shape[0]}x{shape[1]}"] = medians
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))

@@ -67,10 +67,10 @@ def make_model(layers: int) -> Any:
 
 def generator(model: Any, **choices: Any) -> Generate:
     def generate(ids: torch.Tensor, new: int) -> torch.Tensor:
-        found: torch.Tensor = model.generate(
+        tokens: torch.Tensor = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, **choices
         )
-        return found
+        return tokens
 
     return generate
 
@@ -91,10 +91,10 @@ def measure(variants: dict[str, Generate], ids: torch.Tensor) -> dict[str, dict[
             pair = seconds(generate, ids, 1), seconds(generate, ids, NEW + 1)
             if turn >= WARM_UP:
                 times[name].append(pair)
-    found = {}
+    results = {}
     for name, pairs in times.items():
         rates = sorted(NEW / (long - short) for short, long in pairs)
-        found[name] = {
+        results[name] = {
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_lowest": rates[0],
             "tokens_per_s_highest": rates[-1],
@@ -102,21 +102,21 @@ def measure(variants: dict[str, Generate], ids: torch.Tensor) -> dict[str, dict[
             "prefill_ms": 1e3 * statistics.median(short for short, _ in pairs),
             "generate_ms": 1e3 * statistics.median(long for _, long in pairs),
         }
-    return found
+    return results
 
 
 def steps_alone(model: Any, ids: torch.Tensor) -> dict[str, float]:
     """Return the time of accel's decode step in a loop and the time of its CUDA graph alone, in milliseconds."""
     cache = model.new_cache()
     batch = len(ids)
-    ones = torch.ones((batch, PROMPT + 200), dtype=torch.int64, device=ids.device)
+    mask = torch.ones((batch, PROMPT + 200), dtype=torch.int64, device=ids.device)
     places = torch.arange(PROMPT + 200, device=ids.device).expand(batch, -1)
-    model(input_ids=ids, attention_mask=ones[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
+    model(input_ids=ids, attention_mask=mask[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
     token = ids[:, :1]
 
     def step(place: int) -> None:
         model(
-            input_ids=token, attention_mask=ones[:, : place + 1], position_ids=places[:, place : place + 1],
+            input_ids=token, attention_mask=mask[:, : place + 1], position_ids=places[:, place : place + 1],
             past_key_values=cache,
         )  # fmt: skip
 
@@ -128,17 +128,17 @@ def steps_alone(model: Any, ids: torch.Tensor) -> dict[str, float]:
         step(place)
     host = time.perf_counter() - start
     torch.cuda.synchronize()
-    whole = time.perf_counter() - start
+    total = time.perf_counter() - start
     slot = cache.state._slot  # noqa: SLF001
-    found = {"step_ms": 1e3 * whole / 64, "step_host_ms": 1e3 * host / 64}
+    result = {"step_ms": 1e3 * total / 64, "step_host_ms": 1e3 * host / 64}
     if slot.captured:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(64):
             slot._graph.replay()  # noqa: SLF001
         torch.cuda.synchronize()
-        found["graph_ms"] = 1e3 * (time.perf_counter() - start) / 64
-    return found
+        result["graph_ms"] = 1e3 * (time.perf_counter() - start) / 64
+    return result
 
 
 def main() -> None:
@@ -152,16 +152,16 @@ def main() -> None:
     work = arguments.work or Path(tempfile.mkdtemp())
     model = make_model(arguments.layers)
     began = time.perf_counter()
-    made = work / "fp16"
-    if not (made / "accel.json").is_file():
+    folder = work / "fp16"
+    if not (folder / "accel.json").is_file():
         model.save_pretrained(work / "source")
         print("saved", round(time.perf_counter() - began, 1), flush=True)
         plain = work / "fp32"
         exported = Artifact.load(plain) if plain.is_dir() else export(work / "source", plain, task="text-generation")
         print("exported", round(time.perf_counter() - began, 1), flush=True)
-        optimize(exported, made, backend="cuda", level="O4")
+        optimize(exported, folder, backend="cuda", level="O4")
         print("optimized", round(time.perf_counter() - began, 1), flush=True)
-    accelerated = ORTModelForCausalLM.from_pretrained(made, device="cuda:0")
+    accelerated = ORTModelForCausalLM.from_pretrained(folder, device="cuda:0")
     draw = torch.Generator().manual_seed(1)
     prompts = {batch: torch.randint(10, 150000, (batch, PROMPT), generator=draw).cuda() for batch in (1, 8)}
     single = prompts[1]
@@ -188,9 +188,9 @@ def main() -> None:
         "errors": {},
         "batches": {},
     }
-    for name, one in (("transformers eager", half), ("accel, inductor", compiled), ("accel", accelerated)):
+    for name, variant in (("transformers eager", half), ("accel, inductor", compiled), ("accel", accelerated)):
         with torch.inference_mode():
-            logits = one(input_ids=single, logits_to_keep=1).logits[0, -1].float().cpu()
+            logits = variant(input_ids=single, logits_to_keep=1).logits[0, -1].float().cpu()
         result["errors"][name] = float((logits - reference).norm() / reference.norm())
     print(result["errors"], flush=True)
     for batch, ids in prompts.items():
@@ -200,11 +200,11 @@ def main() -> None:
             variants["accel.accelerate"] = generator(accel.accelerate(copy.deepcopy(half), keep_slower=True))
         variants["accel, inductor"] = generator(compiled)
         variants["accel"] = generator(accelerated)
-        found: dict[str, Any] = dict(measure(variants, ids))
-        found["accel"] |= steps_alone(accelerated, ids)
-        result["batches"][str(batch)] = found
-        eager = found["transformers eager"]["tokens_per_s"]
-        for name, row in found.items():
+        rows: dict[str, Any] = dict(measure(variants, ids))
+        rows["accel"] |= steps_alone(accelerated, ids)
+        result["batches"][str(batch)] = rows
+        eager = rows["transformers eager"]["tokens_per_s"]
+        for name, row in rows.items():
             row["against_eager"] = row["tokens_per_s"] / eager
             print(
                 f"batch {batch} | {name} | {row['tokens_per_s']:.0f} tokens/s ({row['tokens_per_s_lowest']:.0f} to "
@@ -212,7 +212,7 @@ def main() -> None:
                 f"{row['prefill_ms']:.1f} ms | {row['against_eager']:.2f}",
                 flush=True,
             )
-        print({key: round(value, 3) for key, value in found["accel"].items()}, flush=True)
+        print({key: round(value, 3) for key, value in rows["accel"].items()}, flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
         gc.collect()

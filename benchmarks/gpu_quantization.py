@@ -28,17 +28,17 @@ def main(model: str, test: str, calibration: str) -> None:
         folder = Path(name)
         exported = accel.export(model, folder / "float")
         half = accel.optimize(exported, folder / "float16", backend="tensorrt", level="O4")
-        found = {"float16": round(100 * accel.evaluate(half, test, max_length=64, backend="cpu").value, 2)}
+        accuracies = {"float16": round(100 * accel.evaluate(half, test, max_length=64, backend="cpu").value, 2)}
         for scheme in ("static-int8", "static-fp8"):
             for variant, settings in VARIANTS.items():
-                made = accel.quantize(
+                quantized = accel.quantize(
                     half, folder / f"{scheme} {variant}", backend="tensorrt", scheme=scheme, calibration=calibration,
                     samples=256, max_length=64, **settings,
                 )  # fmt: skip
-                value = accel.evaluate(made, test, max_length=64, backend="cpu").value
-                found[f"{scheme}, {variant}"] = round(100 * value, 2)
-                print(scheme, variant, found[f"{scheme}, {variant}"], file=sys.stderr)
-        print(json.dumps(found, indent=2))
+                value = accel.evaluate(quantized, test, max_length=64, backend="cpu").value
+                accuracies[f"{scheme}, {variant}"] = round(100 * value, 2)
+                print(scheme, variant, accuracies[f"{scheme}, {variant}"], file=sys.stderr)
+        print(json.dumps(accuracies, indent=2))
 
 
 if __name__ == "__main__":

@@ -51,10 +51,10 @@ def work(name: str, shape: tuple[int, int], layers: int) -> None:
             settings = VARIANTS[name]
             if settings is not None:
                 accel.accelerate(model, keep_slower=True, **settings)
-            found = model(**feeds).logits
+            logits = model(**feeds).logits
             ready = {
                 "ready_s": round(time.perf_counter() - started, 1),
-                "error": float((found - expected).abs().max() / expected.abs().max()),
+                "error": float((logits - expected).abs().max() / expected.abs().max()),
             }
             print(json.dumps(ready), file=say, flush=True)
             for _ in sys.stdin:
@@ -74,62 +74,62 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--worker")
-    given = parser.parse_args()
-    rows, tokens = (int(part) for part in given.shape.split("x"))
-    if given.worker:
-        work(given.worker, (rows, tokens), given.layers)
+    args = parser.parse_args()
+    rows, tokens = (int(part) for part in args.shape.split("x"))
+    if args.worker:
+        work(args.worker, (rows, tokens), args.layers)
         return
     workers: dict[str, subprocess.Popen[str]] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name in given.variants.split(","):
+    results: dict[str, dict[str, Any]] = {}
+    for name in args.variants.split(","):
         # The variants compile one after another. If a variant fails, the script continues with the next variant.
         worker = subprocess.Popen(
-            [sys.executable, __file__, "--worker", name, "--shape", given.shape, "--layers", str(given.layers)],
+            [sys.executable, __file__, "--worker", name, "--shape", args.shape, "--layers", str(args.layers)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert worker.stdout is not None
         line = worker.stdout.readline()
         if not line:
-            found[name] = {"failed": f"exit code {worker.wait()}"}
+            results[name] = {"failed": f"exit code {worker.wait()}"}
             continue
         workers[name] = worker
-        found[name] = {**json.loads(line), "ms": []}
-        print(f"{name}: ready in {found[name]['ready_s']} s", file=sys.stderr)
-    for _ in range(given.rounds):
+        results[name] = {**json.loads(line), "ms": []}
+        print(f"{name}: ready in {results[name]['ready_s']} s", file=sys.stderr)
+    for _ in range(args.rounds):
         for name, worker in workers.items():
             assert worker.stdin is not None
             assert worker.stdout is not None
             worker.stdin.write("\n")
             worker.stdin.flush()
-            found[name]["ms"].append(json.loads(worker.stdout.readline()))
+            results[name]["ms"].append(json.loads(worker.stdout.readline()))
     for worker in workers.values():
         assert worker.stdin is not None
         worker.stdin.close()
         worker.wait()
-    base = statistics.median(found["eager"]["ms"]) if "eager" in workers else None
+    base = statistics.median(results["eager"]["ms"]) if "eager" in workers else None
     for name in workers:
-        times = found[name].pop("ms")
-        found[name] |= {"median_ms": statistics.median(times), "best_ms": min(times)}
+        times = results[name].pop("ms")
+        results[name] |= {"median_ms": statistics.median(times), "best_ms": min(times)}
         if base is not None:
-            found[name]["times_eager"] = base / found[name]["median_ms"]
+            results[name]["times_eager"] = base / results[name]["median_ms"]
     import torch
     import transformers
 
     report = {
-        "shape": given.shape, "layers": given.layers, "rounds": given.rounds,
+        "shape": args.shape, "layers": args.layers, "rounds": args.rounds,
         "processor": platform.processor() or platform.machine(),
         "processors": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0], "torch": torch.__version__,
-        "transformers": transformers.__version__, "amx": "amx_bf16" in Path("/proc/cpuinfo").read_text(), "variants": found,
+        "transformers": transformers.__version__, "amx": "amx_bf16" in Path("/proc/cpuinfo").read_text(), "variants": results,
     }  # fmt: skip
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-    for name, one in found.items():
-        if "failed" in one:
-            print(f"{name:<10} {one['failed']}")
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name, result in results.items():
+        if "failed" in result:
+            print(f"{name:<10} {result['failed']}")
             continue
         print(
-            f"{name:<10} {one['median_ms']:8.2f} ms  {one.get('times_eager', 0):5.2f}x eager  "
-            f"error {one['error']:.2g}  ready in {one['ready_s']} s"
+            f"{name:<10} {result['median_ms']:8.2f} ms  {result.get('times_eager', 0):5.2f}x eager  "
+            f"error {result['error']:.2g}  ready in {result['ready_s']} s"
         )
 
 

@@ -40,12 +40,12 @@ def main() -> None:
     parser.add_argument("--shapes", type=int, default=50)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(available_processors())
     torch.manual_seed(0)
-    eager: Any = DistilBertForSequenceClassification(DistilBertConfig(n_layers=given.layers)).eval()
+    eager: Any = DistilBertForSequenceClassification(DistilBertConfig(n_layers=args.layers)).eval()
     model: Any = accel.accelerate(copy.deepcopy(eager), keep_slower=True)
-    lengths = random.Random(0).sample(range(3, 129), given.shapes)
+    lengths = random.Random(0).sample(range(3, 129), args.shapes)
     feeds: dict[int, dict[str, torch.Tensor]] = {}
     for length in lengths:
         ids = torch.randint(1000, 30000, (1, length), generator=torch.Generator().manual_seed(length))
@@ -53,8 +53,8 @@ def main() -> None:
     worst = 0.0
     begun = time.perf_counter()
     for length in lengths:
-        found, expected = model(**feeds[length]).logits, eager(**feeds[length]).logits
-        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        actual, expected = model(**feeds[length]).logits, eager(**feeds[length]).logits
+        worst = max(worst, float((actual - expected).abs().max() / expected.abs().max()))
     first_pass_s = time.perf_counter() - begun
     engine = model.acceleration.engine
     sizes = sorted(form.sizes.length for form in engine.forms.values())
@@ -62,10 +62,10 @@ def main() -> None:
         ids = torch.randint(1000, 30000, (1, size), generator=torch.Generator().manual_seed(size))
         feeds.setdefault(size, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     times: dict[str, dict[int, float]] = {"compiled": {}, "eager": {}}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for length in feeds:
-            for name, one in (("compiled", model), ("eager", eager)):
-                took = milliseconds(lambda one=one, length=length: one(**feeds[length]))  # type: ignore[misc]
+            for name, variant in (("compiled", model), ("eager", eager)):
+                took = milliseconds(lambda variant=variant, length=length: variant(**feeds[length]))  # type: ignore[misc]
                 times[name][length] = min(took, times[name].get(length, took))
     against_eager = [times["eager"][length] / times["compiled"][length] for length in lengths]
     against_full = [
@@ -73,7 +73,7 @@ def main() -> None:
         for length in lengths
     ]
     report = {
-        "shapes": given.shapes, "layers": given.layers, "processors": available_processors(), "torch": torch.__version__,
+        "shapes": args.shapes, "layers": args.layers, "processors": available_processors(), "torch": torch.__version__,
         "sizes": sizes, "compilations": engine.compilations, "calls not compiled": engine.uncompiled_calls,
         "first_pass_s": round(first_pass_s, 1), "largest difference": worst,
         "times eager at its own length": {
@@ -83,7 +83,7 @@ def main() -> None:
             "median": round(statistics.median(against_full), 3), "most": round(max(against_full), 3)
         },
     }  # fmt: skip
-    given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
 
 

@@ -41,7 +41,7 @@ for _ in range(args.rounds):
         started = time.perf_counter()
         results[name] = classify(texts, batch_size=32)
         rates[name].append(len(texts) / (time.perf_counter() - started))
-labels = {name: [result["label"] for result in found] for name, found in results.items()}
+labels = {name: [result["label"] for result in answers] for name, answers in results.items()}
 assert labels["stock"] == labels["sorted"], "sorting changed the results"
 medians = {name: statistics.median(values) for name, values in rates.items()}
 print(

@@ -40,19 +40,19 @@ def main() -> None:
     for name in ("model", "test", "train"):
         parser.add_argument(name)
     args = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = accel.export(args.model, folder / "plain")
         for level in LEVELS:
-            made = plain if level is None else accel.optimize(plain, folder / level, level=level)
-            row = found[level or "plain"] = {}
+            optimized = plain if level is None else accel.optimize(plain, folder / level, level=level)
+            row = accuracies[level or "plain"] = {}
             for scheme in SCHEMES:
-                artifact = made
+                artifact = optimized
                 if scheme is not None:
                     calibration = args.train if scheme == "static-int8" else None
                     artifact = accel.quantize(
-                        made, folder / f"{level}-{scheme}", scheme=scheme, calibration=calibration, samples=256
+                        optimized, folder / f"{level}-{scheme}", scheme=scheme, calibration=calibration, samples=256
                     )
                 row[scheme or "float32"] = round(100 * accel.evaluate(artifact, args.test).value, 2)
             print(level, row, file=sys.stderr)
@@ -61,7 +61,7 @@ def main() -> None:
             command = [sys.executable, __file__, _CHILD, str(plain.path), args.train, str(samples)]
             peaks[samples] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
     growth = peaks[640] / peaks[64] - 1
-    print(json.dumps({"accuracy": found, "calibration_peak_kb": peaks, "growth": round(growth, 3)}, indent=1))
+    print(json.dumps({"accuracy": accuracies, "calibration_peak_kb": peaks, "growth": round(growth, 3)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ TASK = "text-classification"
 MAX_LENGTH = 64
 
 
-def made(folder: Path, make) -> Artifact:  # type: ignore[no-untyped-def]
+def create_once(folder: Path, make) -> Artifact:  # type: ignore[no-untyped-def]
     """Return the artifact in a folder. If it does not exist, create it."""
     return Artifact.load(folder) if folder.exists() else make(folder)
 
@@ -65,14 +65,14 @@ def token_rows(count: int, batch: int, sequence: int, types: bool = False) -> li
 
 def int8_of(ir: Artifact, folder: Path, sequence: int, types: bool = False) -> Artifact:
     """Quantize to 8 bits with random token ids for calibration. The calibrated ranges do not affect the speed."""
-    return made(
+    return create_once(
         folder, lambda out: quantize(ir, out, scheme="static-int8", calibration=token_rows(16, 2, sequence, types))
     )
 
 
 def latency(args: argparse.Namespace) -> dict[str, object]:
     original = distilbert(args.work / "distilbert")
-    ir = made(args.work / "distilbert-ir", lambda out: export(original, out, backend="openvino"))
+    ir = create_once(args.work / "distilbert-ir", lambda out: export(original, out, backend="openvino"))
     int8 = int8_of(ir, args.work / "distilbert-int8", 128)
     buckets, bf16 = {"buckets": (32, 64, 128)}, {"compute_dtype": "bfloat16"}
     variants = [
@@ -109,7 +109,7 @@ def time_variants(variants: list[Variant], batch: int, sequence: int, rounds: in
 
 
 def model_ir(args: argparse.Namespace) -> Artifact:
-    return made(args.work / "model-ir", lambda out: export(args.model, out, backend="openvino"))
+    return create_once(args.work / "model-ir", lambda out: export(args.model, out, backend="openvino"))
 
 
 def wrapper(args: argparse.Namespace) -> dict[str, object]:
@@ -133,13 +133,15 @@ def wrapper(args: argparse.Namespace) -> dict[str, object]:
                 started = time.perf_counter_ns()
                 call()
                 columns[name].append(time.perf_counter_ns() - started)
-    kept = {name: column[50:] for name, column in columns.items()}
+    measured = {name: column[50:] for name, column in columns.items()}
     return {
-        "request_us": statistics.median(kept["request"]) / 1e3,
-        "model_minus_request_us": statistics.median(a - b for a, b in zip(kept["model"], kept["request"], strict=True))
+        "request_us": statistics.median(measured["request"]) / 1e3,
+        "model_minus_request_us": statistics.median(
+            a - b for a, b in zip(measured["model"], measured["request"], strict=True)
+        )
         / 1e3,
         "session_minus_request_us": statistics.median(
-            a - b for a, b in zip(kept["session"], kept["request"], strict=True)
+            a - b for a, b in zip(measured["session"], measured["request"], strict=True)
         )
         / 1e3,
     }
@@ -155,14 +157,14 @@ def threads(args: argparse.Namespace) -> dict[str, object]:
     for name, options in (("latency", {}), ("throughput", {"performance_hint": "throughput"})):
         model = ORTModelForSequenceClassification.from_pretrained(model_ir(args).path, provider_options=options)
         cases = token_rows(200, 1, 32, types=True)
-        found: dict[int, list[float]] = {1: [], 10: []}
+        throughputs: dict[int, list[float]] = {1: [], 10: []}
         for _ in range(args.rounds):
-            for count in found:
+            for count in throughputs:
                 with ThreadPoolExecutor(count) as pool:
                     started = time.perf_counter()
                     list(pool.map(functools.partial(_call, model), cases))
-                    found[count].append(len(cases) / (time.perf_counter() - started))
-        rates |= {f"{name}, {count} threads": round(statistics.median(v), 1) for count, v in found.items()}
+                    throughputs[count].append(len(cases) / (time.perf_counter() - started))
+        rates |= {f"{name}, {count} threads": round(statistics.median(v), 1) for count, v in throughputs.items()}
     return dict(rates)
 
 
@@ -219,14 +221,14 @@ def accuracy(args: argparse.Namespace) -> dict[str, object]:
         for start in range(0, len(test), 16):
             texts, labels = zip(*test[start : start + 16], strict=True)
             batch = tokenizer(list(texts), padding=True, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")
-            found = model(**batch).logits.argmax(-1).tolist()
-            right += sum(model.config.id2label[i] == label for i, label in zip(found, labels, strict=True))
+            predictions = model(**batch).logits.argmax(-1).tolist()
+            right += sum(model.config.id2label[i] == label for i, label in zip(predictions, labels, strict=True))
         return round(100 * right / len(test), 2)
 
     result: dict[str, object] = {"float32": score(ir), "bfloat16": score(ir, compute_dtype="bfloat16")}
     for name, settings in schemes.items():
         folder = args.work / re.sub(r"\W+", "-", name)
-        artifact = made(
+        artifact = create_once(
             folder,
             lambda out, s=settings: quantize(  # type: ignore[misc]
                 ir, out, **s, calibration=calibration() if s["scheme"] != "weight-int8" else None

@@ -148,9 +148,9 @@ def compare(
         for turn in range(args.rounds):
             medians = {}
             for name in ("ours", "theirs") if turn % 2 == 0 else ("theirs", "ours"):
-                found = sides[name].time(args.calls)
-                times[name] += found
-                medians[name] = statistics.median(found)
+                durations = sides[name].time(args.calls)
+                times[name] += durations
+                medians[name] = statistics.median(durations)
             ratios.append(medians["theirs"] / medians["ours"])
         for side in sides.values():
             side.close()
@@ -183,7 +183,7 @@ def main() -> None:
         return
     if args.work is None or args.peer_python is None:
         parser.error("The options --work and --peer-python are required.")
-    from openvino_backend import distilbert, int8_of, made
+    from openvino_backend import create_once, distilbert, int8_of
 
     from accel import export
     from accel.interfaces.cpu_features import cpu_flags
@@ -191,7 +191,7 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     source = distilbert(args.work / "distilbert") if args.model is None else args.model
     name = source.name
-    ir = made(args.work / f"{name}-ir", lambda out: export(source, out, backend="openvino"))
+    ir = create_once(args.work / f"{name}-ir", lambda out: export(source, out, backend="openvino"))
     types = any(spec.name == "token_type_ids" for spec in ir.component().inputs)
     int8 = int8_of(ir, args.work / f"{name}-int8", args.sequence, types)
     peer = {"source": str(source), "path": str(args.work / f"{name}-optimum-intel")}

@@ -84,8 +84,8 @@ def main() -> None:
         "processors": len(os.sched_getaffinity(0)),
         "variants": {
             name: {
-                kind: {"median": round(statistics.median(found), 3), "fastest": round(min(found), 3)}
-                for kind, found in kinds.items()
+                kind: {"median": round(statistics.median(durations), 3), "fastest": round(min(durations), 3)}
+                for kind, durations in kinds.items()
             }
             for name, kinds in times.items()
         },

@@ -58,27 +58,27 @@ def copying(folder: Path, layers: int) -> Path:
 
 def measure(model: accel.ORTModelForCausalLM, new: int, rounds: int) -> dict[str, Any]:
     prompt = torch.arange(10 * CYCLE, 11 * CYCLE).repeat(3).unsqueeze(0)
-    given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
-    expected = model.generate(**given, max_new_tokens=new + 1)
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "do_sample": False}
+    expected = model.generate(**inputs, max_new_tokens=new + 1)
     if not torch.equal(expected[0, CYCLE:], expected[0, :-CYCLE]):
         raise SystemExit("The decoder does not copy.")
     equal, seconds = dict.fromkeys(WAYS, True), {name: list[float]() for name in WAYS}
     for _ in range(rounds):
         for name, more in WAYS.items():
             started = time.perf_counter()
-            model.generate(**given, max_new_tokens=1)
+            model.generate(**inputs, max_new_tokens=1)
             middle = time.perf_counter()
-            found = model.generate(**given, **more, max_new_tokens=new + 1)
+            tokens = model.generate(**inputs, **more, max_new_tokens=new + 1)
             seconds[name].append(time.perf_counter() - middle - (middle - started))
-            equal[name] &= torch.equal(found, expected)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+            equal[name] &= torch.equal(tokens, expected)
+    medians = {name: statistics.median(duration) for name, duration in seconds.items()}
     return {
         name: {
-            "tokens_per_s": round(new / taken, 1),
-            "times_plain": round(medians["plain"] / taken, 2),
+            "tokens_per_s": round(new / duration, 1),
+            "times_plain": round(medians["plain"] / duration, 2),
             "equal": equal[name],
         }
-        for name, taken in medians.items()
+        for name, duration in medians.items()
     }
 
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = args.work or Path(folder)
         source = copying(work / f"copying-{args.layers}", args.layers)
@@ -103,13 +103,13 @@ def main() -> None:
                 accel.quantize(plain, small, scheme="weight-int4", block_size=32)
             for name, artifact in (("float32", plain), ("weight-int4", small)):
                 model = accel.ORTModelForCausalLM.from_pretrained(artifact, backend=backend)
-                found[f"{backend} {name}"] = rows = measure(model, args.new, args.rounds)
+                results[f"{backend} {name}"] = rows = measure(model, args.new, args.rounds)
                 print(f"\n{backend} {name}")
                 for way, row in rows.items():
-                    told = "" if row["equal"] else ", other tokens"
-                    print(f"  {way:14}{row['tokens_per_s']:8.1f} tokens/s, {row['times_plain']:.2f} times{told}")
+                    note = "" if row["equal"] else ", other tokens"
+                    print(f"  {way:14}{row['tokens_per_s']:8.1f} tokens/s, {row['times_plain']:.2f} times{note}")
     if args.out is not None:
-        result = {"processors": len(os.sched_getaffinity(0)), "rows": found}
+        result = {"processors": len(os.sched_getaffinity(0)), "rows": results}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

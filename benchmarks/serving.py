@@ -69,8 +69,8 @@ def fastapi(folder: str, path: str, port: int) -> None:
         with torch.inference_mode():
             hidden = model(**inputs).last_hidden_state
         mask = inputs["attention_mask"].unsqueeze(-1)
-        found = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
-        return {"data": [{"embedding": found[0].tolist()}]}
+        embeddings = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
+        return {"data": [{"embedding": embeddings[0].tolist()}]}
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
 
@@ -115,23 +115,23 @@ def server(*command: str, port: int, ready: str) -> Iterator[tuple[int, int]]:
 
 def load(port: int, process: int, path: str, texts: list[str], callers: int, seconds: float) -> dict[str, Any]:
     """Send requests from `callers` callers. Each caller waits for its answer before the next request (a closed loop)."""
-    taken: list[float] = []
+    latencies: list[float] = []
     statuses: dict[int, int] = {}
     lock = threading.Lock()
     end = time.perf_counter() + seconds
 
     def call(which: int) -> None:
-        connection, own, seen = Connection(port), [], {}
+        connection, caller_latencies, counts = Connection(port), [], {}
         i = which
         while time.perf_counter() < end:
             start = time.perf_counter()
             status, _ = connection.post(path, {FIELD[path]: texts[i % len(texts)]})
-            own.append(time.perf_counter() - start)
-            seen[status] = seen.get(status, 0) + 1
+            caller_latencies.append(time.perf_counter() - start)
+            counts[status] = counts.get(status, 0) + 1
             i += callers
         with lock:
-            taken.extend(own)
-            for status, count in seen.items():
+            latencies.extend(caller_latencies)
+            for status, count in counts.items():
                 statuses[status] = statuses.get(status, 0) + count
 
     threads = [threading.Thread(target=call, args=(which,)) for which in range(callers)]
@@ -142,10 +142,10 @@ def load(port: int, process: int, path: str, texts: list[str], callers: int, sec
         thread.join()
     spent = time.perf_counter() - start
     return {
-        "requests_per_s": len(taken) / spent,
-        "processor_ms": (processor_s(process) - used) / len(taken) * 1e3,
-        "p50_ms": float(np.percentile(taken, 50)) * 1e3,
-        "p99_ms": float(np.percentile(taken, 99)) * 1e3,
+        "requests_per_s": len(latencies) / spent,
+        "processor_ms": (processor_s(process) - used) / len(latencies) * 1e3,
+        "p50_ms": float(np.percentile(latencies, 50)) * 1e3,
+        "p99_ms": float(np.percentile(latencies, 99)) * 1e3,
         "statuses": statuses,
     }
 
@@ -182,12 +182,12 @@ def in_process(folder: str, path: str) -> None:
 
 def seconds_of(call: Any, texts: list[str]) -> list[float]:
     """Return the seconds of each call."""
-    taken = []
+    durations = []
     for text in texts:
         start = time.perf_counter()
         call(text)
-        taken.append(time.perf_counter() - start)
-    return taken
+        durations.append(time.perf_counter() - start)
+    return durations
 
 
 def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -> dict[str, float]:
@@ -198,20 +198,20 @@ def overhead(port: int, path: str, folder: str, texts: list[str], rounds: int) -
     """
     connection = Connection(port)
     words = [sys.executable, __file__, "-", folder, "--path", path, "--in-process"]
-    taken: dict[str, list[float]] = {"http": [], "in_process": []}
+    durations: dict[str, list[float]] = {"http": [], "in_process": []}
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for turn in range(4 * rounds + 1):
             process.stdin.write(json.dumps(texts[:40]) + "\n")
             process.stdin.flush()
-            found = {"in_process": json.loads(process.stdout.readline())}
+            measured = {"in_process": json.loads(process.stdout.readline())}
             time.sleep(0.1)
-            found["http"] = seconds_of(lambda text: connection.post(path, {FIELD[path]: text}), texts[:40])
-            for name, seconds in found.items():
-                taken[name] += seconds if turn else []
+            measured["http"] = seconds_of(lambda text: connection.post(path, {FIELD[path]: text}), texts[:40])
+            for name, seconds in measured.items():
+                durations[name] += seconds if turn else []
         process.stdin.close()
-    medians = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in taken.items()}
+    medians = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in durations.items()}
     return {**medians, "overhead_ms": medians["http_ms"] - medians["in_process_ms"]}
 
 
@@ -237,12 +237,12 @@ def long_texts(folder: str, texts: list[str]) -> list[str]:
     """Return texts of 128 tokens, made from the queries."""
     import transformers
 
-    tokenizer, made = transformers.AutoTokenizer.from_pretrained(folder), []
+    tokenizer, cut_texts = transformers.AutoTokenizer.from_pretrained(folder), []
     for start in range(0, 640, 20):
         joined = " ".join(texts[start : start + 20])
         end = tokenizer(joined, truncation=True, return_offsets_mapping=True)["offset_mapping"][-2][1]
-        made.append(joined[:end])
-    return made
+        cut_texts.append(joined[:end])
+    return cut_texts
 
 
 def main() -> None:
@@ -292,17 +292,17 @@ def main() -> None:
                 assert all(set(row[0]) == {"label", "score"} for row in rows), "the servers answer otherwise"
                 continue
             first, *others = (np.array(row["data"][0]["embedding"]) for row in rows)
-            assert all(np.allclose(first, one, atol=1e-4) for one in others), "the servers answer otherwise"
-        found: dict[str, Any] = {name: [] for name in servers}
+            assert all(np.allclose(first, other, atol=1e-4) for other in others), "the servers answer otherwise"
+        loads: dict[str, Any] = {name: [] for name in servers}
         for turn in range(args.rounds + 1):
             for name, (port, process) in servers.items():
                 result = load(port, process, path, texts, args.callers, args.seconds if turn else 2)
                 if turn:
-                    found[name].append(result)
-        one = overhead(servers["accel"][0], path, folders[1], texts, args.rounds)
+                    loads[name].append(result)
+        one_caller = overhead(servers["accel"][0], path, folders[1], texts, args.rounds)
     medians = {
-        name: {key: statistics.median(one[key] for one in results) for key in results[0] if key != "statuses"}
-        for name, results in found.items()
+        name: {key: statistics.median(result[key] for result in results) for key in results[0] if key != "statuses"}
+        for name, results in loads.items()
     }
     result = {
         "processors": len(os.sched_getaffinity(0)),
@@ -317,8 +317,8 @@ def main() -> None:
             for name, other in medians.items()
             if name != "accel"
         },
-        "one_caller": one,
-        "rounds": found,
+        "one_caller": one_caller,
+        "rounds": loads,
     }
     print(json.dumps({name: value for name, value in result.items() if name != "rounds"}, indent=1))
     if args.out is not None:

@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from generation import ROWS, made, qwen
+from generation import ROWS, artifact_of, qwen
 
 VOCABULARY = 151_936
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -62,12 +62,12 @@ def references(model: Path, prompts: list[str], new: int) -> list[str]:
 
     opened: Any = accel.ORTModelForCausalLM.from_pretrained(model)
     words = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
-    found = []
+    answers = []
     for prompt in prompts:
         ids = torch.tensor([words(prompt)["input_ids"]])
         answer = opened.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
-        found.append(words.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
-    return found
+        answers.append(words.decode(answer[0, ids.shape[1] :], skip_special_tokens=True))
+    return answers
 
 
 async def measure(url: str, server: int, prompts: list[str], expected: list[str], args: argparse.Namespace) -> Any:
@@ -92,28 +92,28 @@ async def measure(url: str, server: int, prompts: list[str], expected: list[str]
     async def timed(groups: list[list[int]]) -> dict[str, float]:
         """Measure the groups of callers one after another. The callers of a group send their requests at the same time."""
         cpu, start = sum(process.cpu_times()[:2]), time.perf_counter()
-        found = [one for group in groups for one in await asyncio.gather(*map(ask, group))]
+        replies = [reply for group in groups for reply in await asyncio.gather(*map(ask, group))]
         seconds, cpu = time.perf_counter() - start, sum(process.cpu_times()[:2]) - cpu
-        tokens = sum(count for count, _ in found)
+        tokens = sum(count for count, _ in replies)
         return {
             "tokens_per_s": tokens / seconds,
             "cpu_s_a_token": cpu / tokens,
-            "same": sum(same for _, same in found) / len(found),
+            "same": sum(same for _, same in replies) / len(replies),
         }
 
     await ask(0)
     rounds = []
     for number in range(args.rounds):
         alone = [[(2 * number + i) % args.callers] for i in range(2)]
-        one, many = await timed(alone), await timed([list(range(args.callers))])
-        ratio = many["tokens_per_s"] / one["tokens_per_s"]
-        cpu = one["cpu_s_a_token"] / many["cpu_s_a_token"]
+        single, many = await timed(alone), await timed([list(range(args.callers))])
+        ratio = many["tokens_per_s"] / single["tokens_per_s"]
+        cpu = single["cpu_s_a_token"] / many["cpu_s_a_token"]
         print(
-            f"one caller {one['tokens_per_s']:6.1f} tokens/s, {args.callers} callers {many['tokens_per_s']:6.1f}: {ratio:.2f} "
-            f"times; processor time {cpu:.2f} times; same {one['same']:.0%} and {many['same']:.0%}; load {os.getloadavg()[0]:.1f}",
+            f"one caller {single['tokens_per_s']:6.1f} tokens/s, {args.callers} callers {many['tokens_per_s']:6.1f}: {ratio:.2f} "
+            f"times; processor time {cpu:.2f} times; same {single['same']:.0%} and {many['same']:.0%}; load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
-        rounds.append({"one": one, "many": many, "ratio": ratio, "cpu_ratio": cpu})
+        rounds.append({"one": single, "many": many, "ratio": ratio, "cpu_ratio": cpu})
     return rounds
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     if model is None:
         source = qwen(args.work / "qwen")
         tokenizer(source)
-        model = made(args.work, source, ROWS["cpu int4"])
+        model = artifact_of(args.work, source, ROWS["cpu int4"])
     file = args.work / "references.json"
     again = [sys.executable, __file__, "--work", str(args.work), "--model", str(model), "--references", str(file)]
     sizes = ["--callers", str(args.callers), "--prompt", str(args.prompt), "--new", str(args.new)]
@@ -153,7 +153,7 @@ def main() -> None:
     finally:
         server.terminate()
         server.wait(60)
-    medians = {key: statistics.median(one[key] for one in rounds) for key in ("ratio", "cpu_ratio")}
+    medians = {key: statistics.median(row[key] for row in rounds) for key in ("ratio", "cpu_ratio")}
     print(
         f"median: {medians['ratio']:.2f} times the tokens a second, {medians['cpu_ratio']:.2f} times those of processor time"
     )

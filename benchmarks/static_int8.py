@@ -28,19 +28,19 @@ SHAPES = ((1, 16), (1, 128), (8, 64))
 def prepare(model: Path, train: Path, root: Path) -> dict[str, Path]:
     """Return the artifacts by name. Existing artifacts are not created again."""
     paths = {name: root / name for name in ("float32", "own", "own-O2", "neural-compressor", "neural-compressor-O2")}
-    held = root / "integers"
+    integer_model = root / "integers"
     if not paths["float32"].exists():
         accel.export(model, paths["float32"])
-    own: dict[str, Any] = {"scheme": "static-int8", "calibration": str(train)}
+    settings: dict[str, Any] = {"scheme": "static-int8", "calibration": str(train)}
     if not paths["own"].exists():
-        accel.quantize(paths["float32"], paths["own"], backend="cpu", **own)
+        accel.quantize(paths["float32"], paths["own"], backend="cpu", **settings)
     if not paths["own-O2"].exists():
         accel.optimize(paths["float32"], root / "float32-O2", level="O2")
-        accel.quantize(root / "float32-O2", paths["own-O2"], backend="cpu", **own)
-    if not held.exists():
-        accel.quantize(model, held, backend="neural-compressor", **own)
+        accel.quantize(root / "float32-O2", paths["own-O2"], backend="cpu", **settings)
+    if not integer_model.exists():
+        accel.quantize(model, integer_model, backend="neural-compressor", **settings)
     if not paths["neural-compressor"].exists():
-        accel.export(held, paths["neural-compressor"])
+        accel.export(integer_model, paths["neural-compressor"])
     if not paths["neural-compressor-O2"].exists():
         accel.optimize(paths["neural-compressor"], paths["neural-compressor-O2"], level="O2")
     return paths
@@ -56,17 +56,17 @@ def speed(paths: dict[str, Path], rounds: int) -> dict[str, Any]:
 
     Each variant runs in its own process, and the processes take turns.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for batch, length in SHAPES:
         variants = [Variant(name=name, path=path, task=TASK) for name, path in paths.items()]
         cells = time_variants(variants, batch, length, rounds, 20)
         rows = {name: [cell.latency.median, cell.p5, cell.latency.p95] for name, cell in cells.items()}
-        found[f"{batch}x{length}"] = {
+        results[f"{batch}x{length}"] = {
             "ms": rows,
             "neural-compressor / own": rows["neural-compressor"][0] / rows["own"][0],
             "neural-compressor-O2 / own-O2": rows["neural-compressor-O2"][0] / rows["own-O2"][0],
         }
-    return found
+    return results
 
 
 def main() -> None:
@@ -86,9 +86,9 @@ def main() -> None:
     report: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     paths = prepare(arguments.model, arguments.train, arguments.keep)
     if "accuracy" in arguments.parts:
-        wanted = arguments.only.split(",") if arguments.only else list(paths)
-        found = accuracy({name: paths[name] for name in wanted}, arguments.test)
-        report["accuracy"] = {**report.get("accuracy", {}), **found}
+        names = arguments.only.split(",") if arguments.only else list(paths)
+        accuracies = accuracy({name: paths[name] for name in names}, arguments.test)
+        report["accuracy"] = {**report.get("accuracy", {}), **accuracies}
     if "speed" in arguments.parts:
         report["speed"] = speed(paths, arguments.rounds)
         facts = machine()

@@ -51,7 +51,7 @@ def read_texts(path: Path) -> list[str]:
 
 
 def scores(content: bytes) -> Any:
-    return np.array(next(one["data"] for one in json.loads(content)["outputs"] if one["name"] == "SCORES"))
+    return np.array(next(output["data"] for output in json.loads(content)["outputs"] if output["name"] == "SCORES"))
 
 
 def slow_down(shadowed: Path, milliseconds: float) -> None:
@@ -141,18 +141,18 @@ def main() -> int:
     texts = read_texts(args.texts)
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole"
-        whole.mkdir()
+        repository = Path(folder) / "whole"
+        repository.mkdir()
         for name, settings in LAYOUTS.items():
-            made = deploy(args.artifact, Path(folder) / name, name=name, **settings)
-            for model in made.models:
-                shutil.move(made.path / model, whole / model)
+            deployed = deploy(args.artifact, Path(folder) / name, name=name, **settings)
+            for model in deployed.models:
+                shutil.move(deployed.path / model, repository / model)
         if not installation.has("onnxruntime"):
-            shadow(whole, Path(folder) / "shadow", threads=args.threads)
-            whole = Path(folder) / "shadow"
+            shadow(repository, Path(folder) / "shadow", threads=args.threads)
+            repository = Path(folder) / "shadow"
             if args.call_ms:
-                slow_down(whole, args.call_ms)
-        with TritonServer(whole, installation) as server:
+                slow_down(repository, args.call_ms)
+        with TritonServer(repository, installation) as server:
             version = server.ask("v2")["version"]
             for name in LAYOUTS:
                 load(server, name, texts, args.callers, 1.0)
@@ -161,14 +161,14 @@ def main() -> int:
                 for name in order:
                     rounds[name].append(load(server, name, texts, args.callers, args.seconds))
     worst = 0.0
-    first = {i: answer for one in rounds["text"] for i, answer in one.pop("answers").items()}
+    first = {i: answer for run in rounds["text"] for i, answer in run.pop("answers").items()}
     for name in list(LAYOUTS)[1:]:
-        for one in rounds[name]:
-            for i, answer in one.pop("answers").items():
+        for run in rounds[name]:
+            for i, answer in run.pop("answers").items():
                 if i in first:
                     worst = max(worst, float(np.abs(answer - first[i]).max()))
     table = {
-        name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()
+        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in rounds.items()
     }
     report = {
         "machine": f"{platform.processor() or platform.machine()}, {available_processors()} processors",

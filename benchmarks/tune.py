@@ -47,9 +47,9 @@ def a_a(folder: Path, runs: int) -> dict[str, object]:
     ratios = []
     for _ in range(runs):
         pair = [Variant(name=name, path=folder, task="text-classification") for name in ("A", "A again")]
-        found = benchmark(pair, sequence=[32]).variants[1].cells[0].ratio
-        assert found is not None
-        ratios.append([found.value, found.low, found.high])
+        ratio = benchmark(pair, sequence=[32]).variants[1].cells[0].ratio
+        assert ratio is not None
+        ratios.append([ratio.value, ratio.low, ratio.high])
     return {
         "runs": runs,
         "covers_one": sum(low <= 1 <= high for _, low, high in ratios),
@@ -64,8 +64,8 @@ def winner(folder: Path, data: str) -> dict[str, object]:
     artifact = Artifact.load(folder)
     run = artifact.manifest.run
     assert run is not None
-    found = benchmark(artifact, sequence=[32, 128])
-    base, tuned = found.variants
+    report = benchmark(artifact, sequence=[32, 128])
+    base, tuned = report.variants
     evaluation = accel.evaluate(folder, data)
     return {
         "name": json.loads((folder / "tune.json").read_text())["winner"],
@@ -88,10 +88,10 @@ def page(values: dict[str, Any]) -> str:
     rows: list[tuple[str, str, str]] = []
     if "cost" in values:
         cost = values["cost"]
-        found = (
+        result = (
             f"{cost['per_call_us']:.2f} microseconds, of which {cost['inside_us']:.2f} are part of the measured time"
         )
-        rows.append(("cost of the benchmark loop for one call", "at most 5 microseconds", found))
+        rows.append(("cost of the benchmark loop for one call", "at most 5 microseconds", result))
     if "tune" in values:
         tuned = values["tune"]
         rows += [
@@ -142,7 +142,7 @@ def page(values: dict[str, Any]) -> str:
                 f"{aa['covers_one']} of {aa['runs']}",
             ),
         ]
-    table = "\n".join(f"| {what} | {bar} | {found} |" for what, bar, found in rows)
+    table = "\n".join(f"| {quantity} | {bar} | {result} |" for quantity, bar, result in rows)
     machine = values["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["libraries"].items())
     front = "\n".join(
@@ -188,39 +188,37 @@ def main() -> None:
     parser.add_argument("--tuned", default="tuned")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--time-limit", type=float, default=600.0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("accel.tuning").setLevel(logging.INFO)
-    out, tuned = Path(given.out), Path(given.tuned)
+    out, tuned = Path(args.out), Path(args.tuned)
     values = json.loads(out.read_text()) if out.is_file() else {}
-    if given.parts != "page":
+    if args.parts != "page":
         facts = machine()
         values["machine"] = {key: facts[key] for key in ("accel", "python", "processors", "libraries")}
         values["machine"]["processor"] = registry.probe(registry.describe("cpu")).devices[0].arch
-    for part in given.parts.split(","):
+    for part in args.parts.split(","):
         if part == "cost":
             values["cost"] = cost()
         elif part == "tune":
-            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
-            found = accel.tune(given.model, tuned, time_limit_s=given.time_limit, **how)
+            how = {"data": args.data, "calibration": args.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            outcome = accel.tune(args.model, tuned, time_limit_s=args.time_limit, **how)
             values["tune"] = {
-                "seconds": found.seconds, "stages": dict(found.stages), "winner": found.winner.name,
-                "speed": found.winner.speed, "speedup": str(found.winner.speedup), "disturbed": list(found.disturbance.signs),
-                "drop": found.winner.drop, "rows": found.rows,
-                "candidates": len(found.trials), "timed": sum(trial.speed is not None for trial in found.trials),
-                "front": [[trial.name, str(trial.speedup), trial.drop] for trial in found.front],
+                "seconds": outcome.seconds, "stages": dict(outcome.stages), "winner": outcome.winner.name,
+                "speed": outcome.winner.speed, "speedup": str(outcome.winner.speedup), "disturbed": list(outcome.disturbance.signs),
+                "drop": outcome.winner.drop, "rows": outcome.rows,
+                "candidates": len(outcome.trials), "timed": sum(trial.speed is not None for trial in outcome.trials),
+                "front": [[trial.name, str(trial.speedup), trial.drop] for trial in outcome.front],
             }  # fmt: skip
-            print(render(found))
+            print(render(outcome))
         elif part == "resume":
-            how = {"data": given.data, "calibration": given.calibration, "max_drop": 0.28, "sequence": [32, 128]}
-            again = accel.tune(
-                given.model, tuned.with_name(f"{tuned.name}-again"), time_limit_s=given.time_limit, **how
-            )
+            how = {"data": args.data, "calibration": args.calibration, "max_drop": 0.28, "sequence": [32, 128]}
+            again = accel.tune(args.model, tuned.with_name(f"{tuned.name}-again"), time_limit_s=args.time_limit, **how)
             values["resume"] = {"seconds": again.seconds, "winner": again.winner.name, "resumed": again.resumed}
         elif part == "winner":
-            values["winner"] = winner(tuned, given.data)
+            values["winner"] = winner(tuned, args.data)
         elif part == "aa":
-            values["aa"] = a_a(tuned, given.runs)
+            values["aa"] = a_a(tuned, args.runs)
         elif part == "page":
             out.with_suffix(".md").write_text(page(values), encoding="utf-8")
             continue

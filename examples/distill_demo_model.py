@@ -49,11 +49,11 @@ def trim_tokenizer(teacher_folder: Path, texts: list[str], out: Path) -> list[in
     used = {index for ids in teacher_tokenizer(texts)["input_ids"] for index in ids}
     characters = string.ascii_lowercase + string.digits + string.punctuation
     used |= {vocab[piece] for char in characters for piece in (char, "##" + char) if piece in vocab}
-    kept = [vocab[token] for token in SPECIAL_TOKENS]
-    kept += sorted(used - set(kept))
+    token_ids = [vocab[token] for token in SPECIAL_TOKENS]
+    token_ids += sorted(used - set(token_ids))
     token_of = {index: token for token, index in vocab.items()}
-    spec["model"]["vocab"] = {token_of[old]: new for new, old in enumerate(kept)}
-    new_id = {old: new for new, old in enumerate(kept)}
+    spec["model"]["vocab"] = {token_of[old]: new for new, old in enumerate(token_ids)}
+    new_id = {old: new for new, old in enumerate(token_ids)}
     for token in spec["added_tokens"]:
         token["id"] = new_id[token["id"]]
     for name, token in spec["post_processor"]["special_tokens"].items():
@@ -66,15 +66,15 @@ def trim_tokenizer(teacher_folder: Path, texts: list[str], out: Path) -> list[in
         **dict(zip(["pad_token", "unk_token", "cls_token", "sep_token", "mask_token"], SPECIAL_TOKENS, strict=True)),
     )
     tokenizer.save_pretrained(out)
-    return kept
+    return token_ids
 
 
-def build_student(teacher, kept: list[int], layers: list[int], intermediate: int) -> BertForSequenceClassification:
+def build_student(teacher, token_ids: list[int], layers: list[int], intermediate: int) -> BertForSequenceClassification:
     """Return a copy of the teacher with a smaller vocabulary, fewer layers and narrower feed-forward blocks."""
     config = copy.deepcopy(teacher.config)
     config.update(
         {
-            "vocab_size": len(kept),
+            "vocab_size": len(token_ids),
             "num_hidden_layers": len(layers),
             "intermediate_size": intermediate,
             "max_position_embeddings": POSITIONS,
@@ -84,7 +84,7 @@ def build_student(teacher, kept: list[int], layers: list[int], intermediate: int
     student = BertForSequenceClassification(config)
     source, target = teacher.bert, student.bert
     with torch.no_grad():
-        target.embeddings.word_embeddings.weight.copy_(source.embeddings.word_embeddings.weight[kept])
+        target.embeddings.word_embeddings.weight.copy_(source.embeddings.word_embeddings.weight[token_ids])
         target.embeddings.position_embeddings.weight.copy_(source.embeddings.position_embeddings.weight[:POSITIONS])
         target.embeddings.token_type_embeddings.load_state_dict(source.embeddings.token_type_embeddings.state_dict())
         target.embeddings.LayerNorm.load_state_dict(source.embeddings.LayerNorm.state_dict())
@@ -167,11 +167,11 @@ def main() -> None:
     teacher_tokenizer = AutoTokenizer.from_pretrained(args.teacher)
     train, test = read_rows(args.train), read_rows(args.test)
     texts = [text for text, _ in train]
-    kept = trim_tokenizer(args.teacher, texts, args.out)
+    token_ids = trim_tokenizer(args.teacher, texts, args.out)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    student = build_student(teacher, kept, args.layers, args.intermediate)
+    student = build_student(teacher, token_ids, args.layers, args.intermediate)
     size = sum(p.numel() for p in student.parameters())
-    print(f"student: {size / 1e6:.2f} M parameters, {2 * size / 1e6:.2f} MB in float16, vocabulary {len(kept)}")
+    print(f"student: {size / 1e6:.2f} M parameters, {2 * size / 1e6:.2f} MB in float16, vocabulary {len(token_ids)}")
 
     test_labels = torch.tensor([teacher.config.label2id[label] for _, label in test])
     everything = texts + augment(texts, args.copies, rng)

@@ -79,9 +79,9 @@ def main() -> int:
     if not args.check:
         PAGE.write_text(text, encoding="utf-8")
         return 0
-    found = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
+    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     difference = list(
-        difflib.unified_diff(found.splitlines(), text.splitlines(), "the page", "the commands", lineterm="")
+        difflib.unified_diff(page.splitlines(), text.splitlines(), "the page", "the commands", lineterm="")
     )
     if difference:
         print("\n".join(difference))

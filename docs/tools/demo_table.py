@@ -40,8 +40,8 @@ def machine() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
         flags = next(line for line in lines if line.startswith("flags"))
-        known = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-        name += " with " + ", ".join(flag for flag in known if f" {flag} " in f"{flags} ")
+        instruction_sets = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
+        name += " with " + ", ".join(flag for flag in instruction_sets if f" {flag} " in f"{flags} ")
     except (OSError, StopIteration):
         pass
     versions = []
@@ -73,17 +73,17 @@ def block(record: dict[str, Any]) -> str:
 
 def problems(record: dict[str, Any]) -> list[str]:
     """List the pages whose text differs from the record."""
-    wanted = block(record)
-    found = []
+    expected = block(record)
+    differences = []
     for page in PAGES:
         match = _BLOCK.search(page.read_text(encoding="utf-8"))
         if match is None:
-            found.append(f"{page.name} has no demo:begin and demo:end comments")
-        elif match[0] != wanted:
-            found.append(f"{page.name} differs from {RECORD.name}")
+            differences.append(f"{page.name} has no demo:begin and demo:end comments")
+        elif match[0] != expected:
+            differences.append(f"{page.name} differs from {RECORD.name}")
     if {field.name for field in fields(DemoRow)} != set(record["report"]["rows"][0]):
-        found.append("the demo's rows have other fields now")
-    return found
+        differences.append("the demo's rows have other fields now")
+    return differences
 
 
 def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -99,12 +99,12 @@ def drift(record: dict[str, Any], now: dict[str, Any]) -> list[str]:
             for row in report["rows"]
         }
 
-    then, found = lasting(record["report"]), lasting(now)
+    then, current = lasting(record["report"]), lasting(now)
     incomparable = {*record["report"].get("absent", {}), *now["absent"]}
     return [
-        f"{name}: {then.get(name)} then, {found.get(name)} now"
-        for name in sorted({*then, *found} - incomparable)
-        if then.get(name) != found.get(name)
+        f"{name}: {then.get(name)} then, {current.get(name)} now"
+        for name in sorted({*then, *current} - incomparable)
+        if then.get(name) != current.get(name)
     ]
 
 
@@ -123,10 +123,10 @@ def main() -> int:
                 page.write_text(_BLOCK.sub(lambda _: text, page.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    found = problems(record) + (drift(record, run()) if args.run else [])
-    for problem in found:
+    differences = problems(record) + (drift(record, run()) if args.run else [])
+    for problem in differences:
         print(f"{problem}. Fix: python docs/tools/demo_table.py")
-    return 1 if found else 0
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ def expand(nav: list[Any], docs: Path) -> list[Any]:
     for entry in nav:
         for title, target in entry.items():
             if isinstance(target, str) and target.endswith("/"):
-                found = [path.name for path in (docs / target).glob("*.md")]
-                found.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
-                expanded.append({title: [f"{target}{name}" for name in found]})
+                pages = [path.name for path in (docs / target).glob("*.md")]
+                pages.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
+                expanded.append({title: [f"{target}{name}" for name in pages]})
             else:
                 expanded.append({title: expand(target, docs) if isinstance(target, list) else target})
     return expanded

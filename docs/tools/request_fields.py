@@ -38,7 +38,7 @@ def _named(names: list[str]) -> str:
 
 def render() -> str:
     """Return the Markdown table of the fields of all requests to the HTTP server."""
-    bodies = {one.path: one.body for one in endpoints()}
+    bodies = {endpoint.path: endpoint.body for endpoint in endpoints()}
     lines = [
         "| endpoint | supported fields | accepted fields without an effect | rejected fields |",
         "| --- | --- | --- | --- |",

@@ -62,12 +62,12 @@ class SpanExtraction(Task):
 
     def encode(self, rows: DatasetRows, processor: Any, max_length: int | None) -> EncodedRows:
         """Encode the labels and the text of each row as one sequence."""
-        asked = [
+        encoded = [
             ask(processor, labels, text, max_length)
             for labels, text in zip(rows.column("labels"), texts(rows, "text"), strict=True)
         ]
-        encodings, positions = zip(*asked, strict=True)
-        tokens = {name: [one[name] for one in encodings] for name in ("input_ids", "attention_mask")}
+        encodings, positions = zip(*encoded, strict=True)
+        tokens = {name: [encoding[name] for encoding in encodings] for name in ("input_ids", "attention_mask")}
         padding = from_tokenizer({}, processor).padding
         return AskedTexts(tokens=tokens, padding=padding, positions=positions)
 
@@ -93,7 +93,7 @@ class SpanExtraction(Task):
 
 def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None = None) -> tuple[Any, list[int]]:
     """Encode labels and a text as one sequence. Return the encoding and the index of each label's first token."""
-    found = tokenizer(
+    encoding = tokenizer(
         ", ".join(labels),
         text,
         truncation="only_second" if max_length else False,
@@ -101,7 +101,7 @@ def ask(tokenizer: Any, labels: Sequence[str], text: str, max_length: int | None
         return_offsets_mapping=True,
     )
     starts = itertools.accumulate((len(label) + len(", ") for label in labels[:-1]), initial=0)
-    return found, [found.char_to_token(0, start, 0) for start in starts]
+    return encoding, [encoding.char_to_token(0, start, 0) for start in starts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +188,8 @@ class SpanExtractionPipeline(transformers.Pipeline):
 
 def _span_sums(predictions: Values, references: Values) -> Floats:
     rows = []
-    for found, true in zip(predictions, references, strict=True):
-        a, b = set(map(tuple, found)), set(map(tuple, true))
+    for predicted, true in zip(predictions, references, strict=True):
+        a, b = set(map(tuple, predicted)), set(map(tuple, true))
         rows.append((len(a & b), len(a), len(b)))
     return np.asarray(rows, np.float64)
 
@@ -208,18 +208,18 @@ class Spans(Predictor):
     offline_metrics = (metric_of_sums("span_f1", _span_sums, {"span_f1": _f1}),)
 
     def _references(self) -> list[Any]:
-        return [[[one["label"], one["start"], one["end"]] for one in row] for row in self.rows.column("spans")]
+        return [[[span["label"], span["start"], span["end"]] for span in row] for row in self.rows.column("spans")]
 
     def predict(self, model: Model, what: str) -> list[Any]:
         """Return a list of spans for each row."""
-        found: list[Any] = [None] * len(self.rows)
+        predictions: list[Any] = [None] * len(self.rows)
         labels, text = self.rows.column("labels"), texts(self.rows, "text")
         for part, _, output in self.batches(model, what):
             for i, starts, ends in zip(part, output["start_logits"], output["end_logits"], strict=True):
                 encoding, _ = ask(self.processor, labels[i], text[i], self.max_length)
                 spans = found_spans(encoding, labels[i], starts.cpu(), ends.cpu(), text[i], 0.5)
-                found[i] = [[span["label"], span["start"], span["end"]] for span in spans]
-        return found
+                predictions[i] = [[span["label"], span["start"], span["end"]] for span in spans]
+        return predictions
 
 
 # Serving

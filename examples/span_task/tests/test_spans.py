@@ -56,7 +56,7 @@ def rows(expected: Any) -> list[dict[str, Any]]:
     answers = [expected(text, labels=LABELS) for text in TEXTS]
     assert any(answers)
     return [
-        {"text": text, "labels": LABELS, "spans": [{k: one[k] for k in ("label", "start", "end")} for one in answer]}
+        {"text": text, "labels": LABELS, "spans": [{k: span[k] for k in ("label", "start", "end")} for span in answer]}
         for text, answer in zip(TEXTS, answers, strict=True)
     ]
 
@@ -67,10 +67,10 @@ def expected(original: Any, folder: Path) -> Any:
     return SpanExtractionPipeline(model=original, tokenizer=transformers.AutoTokenizer.from_pretrained(folder))
 
 
-def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
-    return [{**one, "score": 0} for one in found] == [{**one, "score": 0} for one in expected] and [
-        one["score"] for one in found
-    ] == pytest.approx([one["score"] for one in expected], abs=1e-3)
+def same(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    return [{**span, "score": 0} for span in actual] == [{**span, "score": 0} for span in expected] and [
+        span["score"] for span in actual
+    ] == pytest.approx([span["score"] for span in expected], abs=1e-3)
 
 
 def test_export_and_model(artifact: accel.Artifact, original: Any) -> None:
@@ -81,10 +81,10 @@ def test_export_and_model(artifact: accel.Artifact, original: Any) -> None:
         inputs = {"input_ids": ids, "attention_mask": mask, "label_positions": torch.tensor([[1, 2]] * 2)}
         with torch.inference_mode():
             expected = original(**inputs)
-        found = model(**inputs)
+        outputs = model(**inputs)
         for name, values in expected.items():
-            assert found[name].shape == (2, 2, 7)
-            assert torch.allclose(found[name], values, atol=1e-4)
+            assert outputs[name].shape == (2, 2, 7)
+            assert torch.allclose(outputs[name], values, atol=1e-4)
 
 
 def test_pipeline(artifact: accel.Artifact, expected: Any) -> None:
@@ -95,14 +95,14 @@ def test_pipeline(artifact: accel.Artifact, expected: Any) -> None:
 
 
 def test_evaluate(artifact: accel.Artifact, rows: list[dict[str, Any]]) -> None:
-    found = accel.evaluate(artifact, rows, against=True)
-    assert (found.metric, found.value) == ("span_f1", 1.0)
-    assert found.comparison is not None
+    evaluation = accel.evaluate(artifact, rows, against=True)
+    assert (evaluation.metric, evaluation.value) == ("span_f1", 1.0)
+    assert evaluation.comparison is not None
 
 
 def test_quantize(artifact: accel.Artifact, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    made = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
-    assert 0 <= accel.evaluate(made, rows).value <= 1
+    quantized = accel.quantize(artifact, tmp_path / "int8", scheme="static-int8", calibration=rows)
+    assert 0 <= accel.evaluate(quantized, rows).value <= 1
 
 
 def test_tune(folder: Path, rows: list[dict[str, Any]], tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_engine(artifact: accel.Artifact, expected: Any) -> None:
     async def answers() -> list[Any]:
         async with accel.Engine({"spans": artifact}) as engine:
             # The engine computes the requests of several callers in one call of the model.
-            asked = (engine(text, operation=TASK, labels=LABELS) for text in TEXTS)
-            return list(await asyncio.gather(*asked))
+            requests = (engine(text, operation=TASK, labels=LABELS) for text in TEXTS)
+            return list(await asyncio.gather(*requests))
 
-    for found, text in zip(asyncio.run(answers()), TEXTS, strict=True):
-        assert same(found, expected(text, labels=LABELS))
+    for spans, text in zip(asyncio.run(answers()), TEXTS, strict=True):
+        assert same(spans, expected(text, labels=LABELS))
 
 
 def test_server(artifact: accel.Artifact, expected: Any) -> None:
@@ -140,8 +140,8 @@ def test_batch(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None:
 
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     batch(artifact.path, tmp_path / "rows.jsonl", tmp_path / "out", options={"labels": LABELS})
-    found = parquet.read_table(tmp_path / "out").to_pydict()["spans"]
-    for spans, text in zip(found, TEXTS, strict=True):
+    predictions = parquet.read_table(tmp_path / "out").to_pydict()["spans"]
+    for spans, text in zip(predictions, TEXTS, strict=True):
         assert same(spans, expected(text, labels=LABELS))
 
 
@@ -149,9 +149,9 @@ def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None
     pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
     from accel.deploying.triton import deploy
 
-    made = deploy(artifact, tmp_path / "out", name="spans")
+    deployed = deploy(artifact, tmp_path / "out", name="spans")
     # Run the front model in this process instead of inside Triton, with a session of `accel` instead of Triton's graph.
-    folder = made.path / "spans" / "1"
+    folder = deployed.path / "spans" / "1"
     package = types.ModuleType("front")
     package.__path__ = [str(folder)]
     sys.modules["front"] = package
@@ -160,8 +160,8 @@ def test_triton(artifact: accel.Artifact, expected: Any, tmp_path: Path) -> None
     with ORTModelForSpanExtraction(artifact) as model:
 
         def call(feeds: Any) -> dict[str, Any]:
-            found = model(**{name: torch.from_numpy(value) for name, value in feeds.items()})
-            return {name: found[name].numpy() for name in front.settings["outputs"]}
+            outputs = model(**{name: torch.from_numpy(value) for name, value in feeds.items()})
+            return {name: outputs[name].numpy() for name in front.settings["outputs"]}
 
         def texts(*values: str) -> Any:
             return np.array([[value.encode() for value in values]], dtype=object)
