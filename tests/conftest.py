@@ -65,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     status = registry.probe(registry.describe(mark.args[0] if mark.args else "cuda"))
     if not status.available:
-        pytest.skip(f"no GPU: {'; '.join(reason.message for reason in status.reasons)}")
+        pytest.skip(f"no GPU can be used: {'; '.join(reason.message for reason in status.reasons)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

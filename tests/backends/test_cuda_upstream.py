@@ -10,7 +10,10 @@ import torch
 from accel_plugins.cuda import upstream as cuda
 from accel_plugins.pytorch import upstream as pytorch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no NVIDIA GPU"),
+]
 
 
 def test_current_device_and_stream_equal_the_public_api() -> None:

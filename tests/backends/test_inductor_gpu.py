@@ -244,7 +244,7 @@ def test_repeated_computation_starts_before_mask_is_read() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float8_has_small_error(dtype: str) -> None:
     if torch.cuda.get_device_capability(GPU) < (8, 9):
-        pytest.skip("this GPU computes in no float8")
+        pytest.skip("this GPU does not support float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = tiny_model("bert", seed=1, **sizes).to(GPU)
     ids = torch.randint(5, 90, (64, 32), generator=torch.Generator().manual_seed(0)).to(GPU)

@@ -18,7 +18,7 @@ from accel_plugins.pytorch.inductor import steps
 from accel_plugins.pytorch.inductor.steps import CompiledStepsSession
 from accel_plugins.pytorch.upstream import cpp_compiler
 
-pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler is installed")
 
 
 def _save(folder: Path, family: str) -> Path:

@@ -160,7 +160,7 @@ def test_opset_is_refused(tiny_folder: Callable[..., Path], tmp_path: Path) -> N
 # The tests below check data types.
 
 
-@pytest.mark.skipif("BF16" not in CAPABILITIES, reason="this CPU does not compute in bfloat16")
+@pytest.mark.skipif("BF16" not in CAPABILITIES, reason="this CPU does not support bfloat16")
 def test_compute_dtype_bfloat16_is_used(tiny_ir: Callable[..., Artifact]) -> None:
     artifact, feeds = tiny_ir(), text()
     exact = logits(artifact, feeds)
@@ -174,7 +174,7 @@ def test_compute_dtype_bfloat16_is_used(tiny_ir: Callable[..., Artifact]) -> Non
     assert 1e-4 < difference < 0.2
 
 
-@pytest.mark.skipif("FP16" in CAPABILITIES, reason="this CPU computes in float16")
+@pytest.mark.skipif("FP16" in CAPABILITIES, reason="this test needs a CPU without float16 support")
 @pytest.mark.thorough
 def test_float16_export_does_not_compute_in_bfloat16(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     artifact = export(tiny_folder("bert"), tmp_path / "half", backend="openvino", dtype="float16")

@@ -22,7 +22,8 @@ from accel.testing.models import tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        torch.cuda.device_count() < 2, reason=f"needs two GPUs, and there are {torch.cuda.device_count()}"
+        torch.cuda.device_count() < 2,
+        reason=f"this test needs two GPUs, but the machine has {torch.cuda.device_count()}",
     ),
 ]
 
@@ -63,7 +64,7 @@ def assert_equal(outputs: dict[str, torch.Tensor], tolerance: float) -> None:
 )
 def test_accelerated_model(settings: dict[str, Any]) -> None:
     if "quantization" in settings and torch.cuda.get_device_capability(1) < (8, 9):
-        pytest.skip("this GPU computes in no float8")
+        pytest.skip("this GPU does not support float8")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     for padded in (False, True):
         outputs = {}

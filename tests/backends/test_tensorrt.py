@@ -23,7 +23,7 @@ def unavailable() -> str:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(bool(unavailable()), reason=f"no TensorRT: {unavailable()}")
+@pytest.mark.skipif(bool(unavailable()), reason=f"TensorRT cannot be used: {unavailable()}")
 class TestTensorrt(BackendConformance):
     backend = "tensorrt"
     device = str(GPU)

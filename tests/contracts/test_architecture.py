@@ -36,7 +36,7 @@ def test_package_docstring_states_input_and_output(room: str) -> None:
 @pytest.mark.parametrize("path", CORE, ids=name_of)
 def test_core_contains_no_vendor_names(path: Path) -> None:
     if name_of(path).startswith(ABOUT_VENDORS):
-        pytest.skip("its subject is another tool's format")
+        pytest.skip("this module may contain vendor names, because it reads or writes the format of another tool")
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {

@@ -234,7 +234,7 @@ def test_commands_in_bash_blocks_exist_with_their_flags() -> None:
 
 @pytest.mark.skipif(
     Version(metadata.version("typer")) < Version("0.29"),
-    reason="typer before 0.29 lays its help out differently; the next test checks what the page holds",
+    reason="versions of typer before 0.29 format help texts differently; the next test checks the content of the page",
 )
 def test_command_line_page_is_up_to_date() -> None:
     reference = tool("cli_reference")

@@ -59,7 +59,7 @@ class TestExample(BackendConformance):
         from accel_coreml.backend import CoreMlBackend
 
         if CoreMlBackend.provider in ort.get_available_providers():
-            pytest.skip("this ONNX Runtime has Core ML")
+            pytest.skip("this test needs a build of ONNX Runtime without Core ML")
         probe = CoreMlBackend().probe()
         assert not probe.available
         assert probe.reasons[0].remedy

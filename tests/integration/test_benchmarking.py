@@ -207,7 +207,7 @@ def test_script_needs_no_main_guard(tiny_artifact, tmp_path: Path) -> None:
 def _nothing() -> None: ...
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is forked")
+@pytest.mark.skipif(sys.platform != "linux", reason="accel forks processes only on Linux")
 def test_helper_processes_start_in_a_forked_child() -> None:
     """A forked child inherits the cleanup functions of its parent's helper processes. These functions must not fail in
     the child.

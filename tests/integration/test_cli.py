@@ -314,7 +314,9 @@ def _shell(words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="this system has no /dev/full, a device on which every write fails"
+)
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
     [

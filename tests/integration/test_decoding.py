@@ -61,7 +61,7 @@ def model_of(artifact: Artifact) -> Any:
 def test_tokens_equal_transformers(family: str, chosen: str, generator: Artifacts) -> None:
     choices = ALIKE[chosen]
     if family != "llama" and "prefill_chunk_size" in choices:
-        pytest.skip("transformers reads prompts in parts for decoders alone")
+        pytest.skip("transformers supports prefill in chunks only for decoders")
     original, model = tiny_generator(family), model_of(generator(family))
     for inputs in (ONE, ROWS, {"input_ids": ONE["input_ids"]}):
         torch.manual_seed(7)

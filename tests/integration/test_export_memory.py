@@ -17,7 +17,7 @@ from accel_plugins.cpu.backend import CpuBackend
 from tests.memory_pages import TELLS, resident
 
 
-@pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
+@pytest.mark.skipif(not TELLS, reason="this system does not report which memory pages are resident")
 def test_validation_does_not_keep_model_weights_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export computes PyTorch's outputs before it opens the session for validation. Memory pages of weights that
     are mapped from a file are released before the session opens.

@@ -194,7 +194,7 @@ def test_cpu_code_runs(platform: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_package_runs(platform: str, room: str, tmp_path: Path) -> None:
     if (platform, room) == ("windows", "neural_compressor"):
-        pytest.skip("Neural Compressor itself imports names that the simulation removes")
+        pytest.skip("Neural Compressor imports functions that this test removes to simulate another platform")
     body = "\n".join(f"    {line}" for line in ROOMS[room].strip().splitlines())
     (tmp_path / "room.py").write_text(ROOM.replace("{body}", body), encoding="utf-8")
     done = run_on(platform, tmp_path, "room.py")

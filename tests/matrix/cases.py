@@ -449,7 +449,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.runner == "openvino" and c.device in HOST and _has(c, "compute_dtype") and not _computes(c),
         "does not support compute_dtype",
-        unless="this processor computes in every dtype",
+        unless="this CPU supports all values of compute_dtype",
     ),
     Refusal(
         lambda c: (
@@ -459,7 +459,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and _computes(c)
         ),
         "no fast kernels for 8-bit",
-        unless="this processor does not compute in float16",
+        unless="this CPU does not support float16",
     ),
     Refusal(lambda c: c.runner == "openvino" and c.device != "cpu" and _has(c, "threads"), "does not use CPU threads"),
     Refusal(
@@ -493,7 +493,7 @@ REFUSALS: tuple[Refusal, ...] = (
             and metadata.version("torch") < "2.12"
         ),
         "cannot be compiled",
-        unless="PyTorch's compiler fails at loops of the mask decoder in 2.11 alone",
+        unless="only the compiler of PyTorch 2.11 fails on the loops of the mask decoder",
         takes_long=True,
     ),
     # The answer is read from the column with the largest score. In float16, another column may have the largest score.

@@ -308,12 +308,12 @@ def missing_device(case: Case) -> str | None:
         if not maker.available and case.device != "cpu":
             # For cases on the device `cpu`, all declared packages must be installed. For cases on other devices, the
             # machine may lack some packages.
-            return f"{case.quantizer} cannot run here: {'; '.join(map(str, maker.reasons))}"
+            return f"the quantizer {case.quantizer} cannot run on this machine: {'; '.join(map(str, maker.reasons))}"
     probe = registry.probe(registry.describe(case.runner))
     if any(device.type == case.device for device in probe.devices):
         return None
     have = ", ".join(map(str, probe.devices)) or "; ".join(map(str, probe.reasons))
-    return f"{case.runner} has no device {case.device!r} here: {have}"
+    return f"the backend {case.runner} finds no device {case.device!r} on this machine; its devices are: {have}"
 
 
 def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:
@@ -334,7 +334,7 @@ def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:
         if isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
             channels = module.in_channels // module.groups
             if channels in (2, 4, 8, 16) and channels * module.kernel_size[-1] % 64 == 0:
-                return f"oneDNN misreads {module} in 16 bits on this processor"
+                return f"oneDNN computes wrong results for {module} in 16 bits on this CPU"
     return None
 
 

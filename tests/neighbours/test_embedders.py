@@ -12,9 +12,9 @@ import pytest
 
 from accel.testing.models import save_tiny
 
-st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+st = pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
 modules = pytest.importorskip("sentence_transformers.models")
-pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
+pytest.importorskip("optimum.onnxruntime", reason="the package of distributions/sentence-transformers is not installed", exc_type=ImportError)
 
 TEXTS = ["where is my card", "the account is not open"]
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -35,7 +35,7 @@ def expected(folder: Path) -> Any:
 
 
 def test_langchain(folder: Path, expected: Any) -> None:
-    langchain = pytest.importorskip("langchain_huggingface", reason="needs langchain-huggingface")
+    langchain = pytest.importorskip("langchain_huggingface", reason="the package langchain-huggingface is not installed")
     embedder = langchain.HuggingFaceEmbeddings(
         model_name=str(folder), model_kwargs={"backend": "onnx", "device": "cpu"}
     )
@@ -44,7 +44,7 @@ def test_langchain(folder: Path, expected: Any) -> None:
 
 
 def test_custom_langchain_embedder_with_accel_model(folder: Path, expected: Any) -> None:
-    core = pytest.importorskip("langchain_core.embeddings", reason="needs langchain-core")
+    core = pytest.importorskip("langchain_core.embeddings", reason="the package langchain-core is not installed")
     import accel
 
     class Accelerated(core.Embeddings):
@@ -64,7 +64,7 @@ def test_custom_langchain_embedder_with_accel_model(folder: Path, expected: Any)
 
 
 def test_haystack(folder: Path, expected: Any) -> None:
-    pytest.importorskip("haystack", reason="needs haystack-ai")
+    pytest.importorskip("haystack", reason="the package haystack-ai is not installed")
     try:
         from haystack.components.embedders import (  # newer versions of Haystack have these classes in a separate integration
             SentenceTransformersDocumentEmbedder,
@@ -72,7 +72,7 @@ def test_haystack(folder: Path, expected: Any) -> None:
         )
     except ImportError:
         place = "haystack_integrations.components.embedders.sentence_transformers"
-        integration = pytest.importorskip(place, reason="needs sentence-transformers-haystack")
+        integration = pytest.importorskip(place, reason="the package sentence-transformers-haystack is not installed")
         SentenceTransformersDocumentEmbedder = integration.SentenceTransformersDocumentEmbedder  # noqa: N806
         SentenceTransformersTextEmbedder = integration.SentenceTransformersTextEmbedder  # noqa: N806
     from haystack import Document

@@ -20,7 +20,7 @@ ROWS = {
 
 @pytest.mark.thorough
 def test_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluate = pytest.importorskip("evaluate", reason="needs evaluate")
+    evaluate = pytest.importorskip("evaluate", reason="the package evaluate is not installed")
     datasets = pytest.importorskip("datasets")
     import transformers
 
@@ -61,7 +61,7 @@ CLASSES = {"LABEL_0": 0, "LABEL_1": 1, "LABEL_2": 2}
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Load a local metric script, because `evaluate` downloads metrics that are given by name."""
-    evaluate = pytest.importorskip("evaluate", reason="needs evaluate")
+    evaluate = pytest.importorskip("evaluate", reason="the package evaluate is not installed")
     metric = tmp_path_factory.mktemp("share") / "share.py"
     metric.write_text(_METRIC, encoding="utf-8")
     return evaluate.load(str(metric))
@@ -140,13 +140,17 @@ class Share(evaluate.Metric):
 
 
 def test_setfit(tmp_path: Path) -> None:
-    pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
-    st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    pytest.importorskip(
+        "optimum.onnxruntime",
+        reason="the package of distributions/sentence-transformers is not installed",
+        exc_type=ImportError,
+    )
+    st = pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
     modules = pytest.importorskip("sentence_transformers.models")
     try:
         import setfit
     except ImportError as error:
-        pytest.skip(f"setfit does not import beside this transformers: {error}")
+        pytest.skip(f"setfit cannot be imported with the installed version of transformers: {error}")
     from sklearn.linear_model import LogisticRegression
 
     transformer = modules.Transformer(str(save_tiny(tmp_path / "bert", "bert", "feature-extraction")))

@@ -15,7 +15,7 @@ import torch
 import accel
 from accel.testing.generators import save_generator
 
-openai = pytest.importorskip("openai", reason="needs openai")
+openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 MESSAGES = [{"role": "user", "content": "where is my card"}]
 SETTINGS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 12}

@@ -14,8 +14,10 @@ import pytest
 from accel.artifact import Artifact
 from accel.testing.models import save_tiny
 
-pytest.importorskip("optimum.commands.base", reason="needs optimum", exc_type=ImportError)
-pytest.importorskip("optimum.commands.register.register_accel", reason="needs distributions/optimum-cli")
+pytest.importorskip("optimum.commands.base", reason="the package optimum is not installed", exc_type=ImportError)
+pytest.importorskip(
+    "optimum.commands.register.register_accel", reason="the package of distributions/optimum-cli is not installed"
+)
 
 
 def optimum_cli(*words: str, home: Path) -> subprocess.CompletedProcess[str]:

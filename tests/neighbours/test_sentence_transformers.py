@@ -12,9 +12,13 @@ import pytest
 
 from accel.testing.models import save_tiny
 
-st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+st = pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
 modules = pytest.importorskip("sentence_transformers.models")
-pytest.importorskip("optimum.onnxruntime", reason="needs distributions/sentence-transformers", exc_type=ImportError)
+pytest.importorskip(
+    "optimum.onnxruntime",
+    reason="the package of distributions/sentence-transformers is not installed",
+    exc_type=ImportError,
+)
 
 TEXTS = ["where is my card", "the account is not open, can you help me please", "lost"]
 PAIRS = [("where is my card", "my card is lost"), ("where is my card", "open an account in london please")]

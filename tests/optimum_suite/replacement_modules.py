@@ -52,7 +52,7 @@ def install() -> None:
     _module(
         "optimum.utils.testing_utils", grid_parameters=_grid, remove_directory=_remove,
         require_hf_token=unittest.skipUnless(os.environ.get("HF_AUTH_TOKEN"), "needs an access token of the Hub"),
-        require_ort_rocm=unittest.skip("needs ROCm"),
+        require_ort_rocm=unittest.skip("this test needs an AMD GPU with ROCm"),
     )  # fmt: skip
     _module("transformers.onnx.utils", get_preprocessor=lambda name: _preprocessors(name, first=True)[0])
     _as_in_transformers_4()

@@ -367,7 +367,7 @@ for point in range(1, 40):
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of one process, which this system cannot make")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this test forks processes, which this system does not support")
 def test_run_killed_at_each_write_contains_each_row_once(
     tiny_folder: Callable[..., Path], rows: Path, tmp_path: Path
 ) -> None:

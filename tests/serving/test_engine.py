@@ -387,7 +387,7 @@ def test_model_that_cannot_open_closes_the_others(tiny_folder: Callable[..., Pat
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not support fork")
 def test_forked_process_cannot_use_the_engine(served: Served) -> None:
     with accel.Engine(served("text-classification")) as engine:
         child = os.fork()

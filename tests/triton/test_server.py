@@ -52,7 +52,7 @@ pytestmark = pytest.mark.slow
 def installation() -> Installation:
     server = find_server()
     if server is None:
-        pytest.skip(f"no tritonserver here, and {VARIABLE} names none: see `make test-triton`")
+        pytest.skip(f"tritonserver is not installed, and the environment variable {VARIABLE} is not set: run `make test-triton`")
     return server
 
 

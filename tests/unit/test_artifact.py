@@ -437,7 +437,7 @@ def test_full_disk_gives_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self").exists(), reason="a folder in which nobody can make a file, whatever his rights"
+    not Path("/proc/self").exists(), reason="this system has no /proc, a folder in which even root cannot create files"
 )
 def test_unwritable_folder_raises() -> None:
     with pytest.raises(OutputFolderError, match="cannot be created"), staging("/proc/accel-test"):

@@ -18,7 +18,7 @@ from accel.capture import release_pages
 from accel_plugins.ortkit.export.writing import release_when_written
 from tests.memory_pages import TELLS, resident
 
-pytestmark = pytest.mark.skipif(not TELLS, reason="the system does not tell which pages are resident")
+pytestmark = pytest.mark.skipif(not TELLS, reason="this system does not report which memory pages are resident")
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_progress_of_a_call_in_another_process_is_reported() -> None:
     assert reports[-1] == ("measuring accuracy", 3, 3)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are spawned, without sockets of a server")
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux does accel use a fork server, which creates sockets")
 @pytest.mark.parametrize("length", [10, 90])
 def test_sockets_of_a_killed_process_are_removed_later(length: int, tmp_path: Path) -> None:
     """The next process removes the sockets of a killed process, also if the path of the temporary folder is too long

@@ -333,7 +333,7 @@ def test_missing_provider_raises(portable: Artifact) -> None:
     import onnxruntime as ort
 
     if TENSORRT in ort.get_available_providers():
-        pytest.skip("this ONNX Runtime lists TensorRT")
+        pytest.skip("this test needs a build of ONNX Runtime without TensorRT")
     with pytest.raises(BackendUnavailableError, match="has no TensorrtExecutionProvider"):
         TensorrtBackend().open(portable, OpenRequest(device=GPU))
 
