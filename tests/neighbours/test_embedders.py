@@ -14,7 +14,11 @@ from accel.testing.models import save_tiny
 
 st = pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
 modules = pytest.importorskip("sentence_transformers.models")
-pytest.importorskip("optimum.onnxruntime", reason="the package of distributions/sentence-transformers is not installed", exc_type=ImportError)
+pytest.importorskip(
+    "optimum.onnxruntime",
+    reason="the package of distributions/sentence-transformers is not installed",
+    exc_type=ImportError,
+)
 
 TEXTS = ["where is my card", "the account is not open"]
 CLOSE = {"rtol": 0.0, "atol": 1e-5}
@@ -35,7 +39,9 @@ def expected(folder: Path) -> Any:
 
 
 def test_langchain(folder: Path, expected: Any) -> None:
-    langchain = pytest.importorskip("langchain_huggingface", reason="the package langchain-huggingface is not installed")
+    langchain = pytest.importorskip(
+        "langchain_huggingface", reason="the package langchain-huggingface is not installed"
+    )
     embedder = langchain.HuggingFaceEmbeddings(
         model_name=str(folder), model_kwargs={"backend": "onnx", "device": "cpu"}
     )

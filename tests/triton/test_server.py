@@ -52,7 +52,9 @@ pytestmark = pytest.mark.slow
 def installation() -> Installation:
     server = find_server()
     if server is None:
-        pytest.skip(f"tritonserver is not installed, and the environment variable {VARIABLE} is not set: run `make test-triton`")
+        pytest.skip(
+            f"tritonserver is not installed, and the environment variable {VARIABLE} is not set: run `make test-triton`"
+        )
     return server
 
 
