@@ -523,7 +523,8 @@ class SessionOptions(JsonConfig):
     Attributes:
         threads: Number of threads for one call. `None` means the processors available to this process, from its CPU
             affinity and the quota of its cgroup.
-        inter_op_threads: Number of threads that run independent operators in parallel; 1 runs operators in order.
+        inter_op_threads: Number of threads that run independent operators in parallel on a CPU; 1 runs operators in
+            order. On a GPU, operators always run in order.
         compute_dtype: Data type used for computation; the artifact's own when `None`. A backend that does not support
             it raises an error.
         buckets: Lengths, in increasing order, to which the `sequence` axis is padded, each with its own compiled graph.

@@ -30,6 +30,7 @@ from accel_plugins.ortkit import provider
 from accel_plugins.ortkit.provider import ProviderBackend
 from accel_plugins.ortkit.runtime import assignment, libraries
 from accel_plugins.ortkit.runtime.assignment import CPU, Assignment
+from accel_plugins.ortkit.runtime.session import native_options
 
 AZURE = "AzureExecutionProvider"
 HOST = DeviceSpec("cpu")
@@ -221,6 +222,13 @@ def test_cpu_session_has_no_assignment(open_with: Callable[..., Any]) -> None:
 def assigned(**operators: dict[str, int]) -> Assignment:
     names = {"npu": "NpuExecutionProvider", "cpu": CPU, "cuda": "CUDAExecutionProvider"}
     return Assignment("NpuExecutionProvider", {names[key]: counts for key, counts in operators.items()})
+
+
+@pytest.mark.parametrize(("name", "mode"), [(CPU, "ORT_PARALLEL"), (AZURE, "ORT_SEQUENTIAL")])
+def test_only_the_cpu_provider_runs_operators_in_parallel(name: str, mode: str) -> None:
+    """CUDA's current device belongs to a thread, so operators of a session on the second GPU fail in other threads."""
+    options, _ = native_options(SessionOptions(inter_op_threads=2), name)
+    assert options.execution_mode == getattr(ort.ExecutionMode, mode)
 
 
 def test_assignment_counts_nodes() -> None:

@@ -31,7 +31,7 @@ from ..upstream import (
     native_run,
     ort_value_as_tensor,
 )
-from .assignment import Assignment, assignment_of, check_assignment, record
+from .assignment import CPU, Assignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
 from .steps import OrtSteps
 from .values import as_ort_value
@@ -70,7 +70,7 @@ _ELEMENT_TYPES = {
 """torch's data type names by ONNX Runtime's tensor type names."""
 
 
-def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[str, ...]]:
+def native_options(options: SessionOptions, provider: str) -> tuple[ort.SessionOptions, tuple[str, ...]]:
     """Return ONNX Runtime's session options for accel's session options, and the names of graph optimizers to disable.
 
     `native` can set every attribute of `onnxruntime.SessionOptions`, and every configuration entry (`session.…`,
@@ -85,7 +85,9 @@ def native_options(options: SessionOptions) -> tuple[ort.SessionOptions, tuple[s
     native = ort.SessionOptions()
     native.intra_op_num_threads = options.threads or available_processors()
     native.inter_op_num_threads = options.inter_op_threads
-    if options.inter_op_threads > 1:
+    # Other providers start their kernels from one thread. CUDA's current device belongs to a thread, so in other threads,
+    # a kernel of a session on the second GPU would fail.
+    if options.inter_op_threads > 1 and provider == CPU:
         native.execution_mode = ort.ExecutionMode.ORT_PARALLEL
     native.graph_optimization_level = _LEVELS[options.graph_optimization]
     native.log_severity_level = 4  # Log nothing, because ONNX Runtime raises errors as exceptions.
@@ -184,7 +186,7 @@ def open_runtime(
             f"This build of ONNX Runtime has no {provider}, only {', '.join(ort.get_available_providers())}.",
             fix="run `accel doctor`, which shows the command to install a build with this provider.",
         )
-    native, disabled = native_options(options)
+    native, disabled = native_options(options, provider)
     if model is not None:
         native.add_session_config_entry(_EXTERNAL_FOLDER, str(path.resolve().parent))
     for name, value in (weights or {}).items():
