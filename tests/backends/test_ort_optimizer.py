@@ -127,7 +127,7 @@ def test_levels_keep_outputs(artifact_of: Get, tmp_path: Path, model: str, level
     ("model", "expected"),
     [
         ("bert", {"attention": 2, "key-transpose": 2, "reshape": 8}),
-        ("roberta", {"attention": 2, "key-transpose": 2, "single-rows": 1}),
+        ("roberta", {"attention": 2, "key-transpose": 2}),
         pytest.param("distilbert", {"attention": 2, "key-transpose": 2}, marks=pytest.mark.thorough),
         # ViT has no padding. The fusion "certain-masks" removes the mask and the zeroing of masked rows in both layers.
         ("vit", {"attention": 2, "certain-masks": 4}),

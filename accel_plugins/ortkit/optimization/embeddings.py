@@ -5,88 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.analysis import dims, only_user, producer
-from ..graph.editing import INTEGERS, MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph
-from ..graph.rewrites import graph_rewrite, node_rewrite
+from ..graph.analysis import dims, producer
+from ..graph.editing import MICROSOFT, NewNodes, constant, nodes, replace_value, root_graph
+from ..graph.rewrites import graph_rewrite
 
 _INT32 = ir.DataType.INT32
-
-
-@node_rewrite("Gather")
-def fold_single_rows(gather: ir.Node) -> bool:
-    """Add an embedding table with a single row (RoBERTa's token types) to the other embedding table of the sum.
-
-    The index into a single row can only be 0, so the embedding is a constant vector.
-    """
-    table = constant(gather.inputs[0])
-    if table is None or table.ndim != 2 or table.shape[0] != 1 or gather.attributes.get_int("axis", 0) != 0:
-        return False
-    add = only_user(gather.outputs[0])
-    if add is None or add.op_type != "Add":
-        return False
-    other_embedding, embedding_sum = (
-        add.inputs[1] if add.inputs[0] is gather.outputs[0] else add.inputs[0],
-        add.outputs[0],
-    )
-    lookup = producer(other_embedding, "Gather")
-    if lookup is None or only_user(lookup.outputs[0]) is not add or dims(other_embedding) != dims(embedding_sum):
-        return False
-    rows = constant(lookup.inputs[0])
-    if rows is None or rows.ndim != 2 or rows.shape[1] != table.shape[1]:
-        return False
-    graph = root_graph(gather)
-    total = (rows.astype(np.float32) + table.astype(np.float32)).astype(rows.dtype)
-    source = lookup.inputs[0]
-    assert source is not None
-    lookup.replace_input_with(0, add_initializer(graph, f"{source.name}.with_types", total))
-    replace_value(embedding_sum, lookup.outputs[0])
-    graph.remove(add, safe=True)
-    return True
-
-
-@node_rewrite("CumSum")
-def count_tokens(total: ir.Node) -> bool:
-    """Simplify position ids that count non-padding tokens (RoBERTa) to one integer type; this removes four operators.
-
-    The position ids are `cumsum(ids != padding) * (ids != padding)`. In the graph of `torch.export`, this expression
-    has five casts between integer types, and each cast is a separate kernel on a GPU.
-    """
-    negation = producer(_unconverted(total.inputs[0]), "Not")
-    is_padding = negation.inputs[0] if negation is not None else None
-    product = _converted_user(total.outputs[0])
-    if negation is None or is_padding is None or product is None or product.op_type != "Mul":
-        return False
-    if {id(_unconverted(factor)) for factor in product.inputs} != {id(total.outputs[0]), id(negation.outputs[0])}:
-        return False
-    last_cast = only_user(product.outputs[0])
-    result = last_cast.outputs[0] if last_cast is not None and last_cast.op_type == "Cast" else product.outputs[0]
-    if result.dtype != ir.DataType.INT64:
-        return False
-    new = NewNodes(root_graph(total), f"{total.name}.counted")
-    is_token = new.op("Where", is_padding, new.constant(0), new.constant(1), like=result)
-    counted = new.op("CumSum", is_token, total.inputs[1], like=result)
-    new.nodes[-1].attributes.update(total.attributes)
-    position_ids = new.op("Mul", counted, is_token, like=result)
-    last_node = result.producer()
-    assert last_node is not None
-    new.graph.insert_before(last_node, new.nodes)
-    replace_value(result, position_ids)
-    return True
-
-
-def _unconverted(value: ir.Value | None) -> ir.Value | None:
-    """Return the value before casts between integer types; the casts do not change numbers as small as a sequence length."""
-    while (cast := producer(value, "Cast")) is not None and cast.outputs[0].dtype in INTEGERS:
-        value = cast.inputs[0]
-    return value
-
-
-def _converted_user(value: ir.Value) -> ir.Node | None:
-    """Return the only node that reads a value, or reads the value after casts between integer types; else `None`."""
-    user = only_user(value)
-    while user is not None and user.op_type == "Cast" and user.outputs[0].dtype in INTEGERS:
-        user = only_user(user.outputs[0])
-    return user
 
 
 @graph_rewrite

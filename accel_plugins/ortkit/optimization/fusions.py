@@ -75,10 +75,6 @@ FUSIONS = (
     Fusion("reshape", "O1", "give Reshape operators constant shapes", simplifications.fix_reshapes),
     Fusion("certain-masks", "O1", "remove masks that never hide a position", simplifications.drop_certain_conditions),
     Fusion("duplicates", "O1", "compute equal values once", simplifications.merge_duplicates, _GPU),
-    Fusion(
-        "single-rows", "O1", "merge embedding tables that have one row into another embedding table", embeddings.fold_single_rows,
-    ),
-    Fusion("token-positions", "O1", "compute position ids without type conversions", embeddings.count_tokens, _GPU),
     Fusion("attention", "O2", "fuse attention into Attention or MultiHeadAttention", attention.fuse_attention, _GPU, True),
     # `EmbedLayerNormalization` does not support bfloat16 (ONNX Runtime 1.31).
     Fusion(
