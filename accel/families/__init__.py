@@ -23,6 +23,7 @@ MODULES = {
     "bros": "bros",
     "deberta": "deberta",
     "dpr": "dpr",
+    "efficientloftr": "efficientloftr",
     "focalnet": "focalnet",
     "led": "led",
     "lightglue": "lightglue",
