@@ -162,7 +162,7 @@ def test_options_reach_the_provider(monkeypatch: pytest.MonkeyPatch, open_with: 
 
     real = ort.InferenceSession
     monkeypatch.setattr(ort, "InferenceSession", session)
-    with pytest.raises(BackendUnavailableError, match="runs model.onnx on CPUExecutionProvider although Azure"):
+    with pytest.raises(BackendUnavailableError, match="with CPUExecutionProvider instead of the requested Azure"):
         open_with(Azure(), {"color": 3})
     assert all_providers == [(AZURE, {"color": "3"})]
 
