@@ -271,12 +271,12 @@ def error_of(actual: Mapping[str, Any], expected: Tensors, mask: torch.Tensor | 
     for name, reference in expected.items():
         if name not in actual or not reference.is_floating_point():
             continue
-        have, want = actual[name].float().cpu(), reference.float().cpu()
-        assert have.shape == want.shape, name
-        if mask is not None and want.shape[:2] == mask.shape:
-            have, want = have[mask], want[mask]
-        assert have.isfinite().all(), name
-        worst = max(worst, float((have - want).abs().mean() / want.abs().mean()))
+        actual_values, expected_values = actual[name].float().cpu(), reference.float().cpu()
+        assert actual_values.shape == expected_values.shape, name
+        if mask is not None and expected_values.shape[:2] == mask.shape:
+            actual_values, expected_values = actual_values[mask], expected_values[mask]
+        assert actual_values.isfinite().all(), name
+        worst = max(worst, float((actual_values - expected_values).abs().mean() / expected_values.abs().mean()))
     return worst
 
 
@@ -327,8 +327,8 @@ def missing_device(case: Case) -> str | None:
     probe = registry.probe(registry.describe(case.runner))
     if any(device.type == case.device for device in probe.devices):
         return None
-    have = ", ".join(map(str, probe.devices)) or "; ".join(map(str, probe.reasons))
-    return f"the backend {case.runner} finds no device {case.device!r} on this machine; its devices are: {have}"
+    devices = ", ".join(map(str, probe.devices)) or "; ".join(map(str, probe.reasons))
+    return f"the backend {case.runner} finds no device {case.device!r} on this machine; its devices are: {devices}"
 
 
 def misread_by_the_processor(case: Case, model: torch.nn.Module) -> str | None:

@@ -41,20 +41,20 @@ def cover(
     """
     order = np.random.default_rng(seed).permutation(len(cases))
     shuffled = [cases[i] for i in order]
-    target_rows, met = _table([list(targets(case)) for case in shuffled])
+    target_rows, covered = _table([list(targets(case)) for case in shuffled])
     made_by = [stages(case) for case in shuffled]
     needed, available = _table([list(costs) for costs in made_by])
     cost = np.zeros(len(available))
     for row, costs in zip(needed, made_by, strict=True):
         cost[row[: len(costs)]] = list(costs.values())
     chosen: list[int] = []
-    while not met.all():
-        gain = (~met)[target_rows].sum(axis=1)
+    while not covered.all():
+        gain = (~covered)[target_rows].sum(axis=1)
         price = seconds + np.where(available, 0.0, cost)[needed].sum(axis=1)
         best = int(np.argmax(gain / price))
-        met[target_rows[best]], available[needed[best]] = True, True
+        covered[target_rows[best]], available[needed[best]] = True, True
         chosen.append(best)
-    return [shuffled[i] for i in _without_spare({i: np.unique(target_rows[i]) for i in chosen}, len(met))]
+    return [shuffled[i] for i in _without_spare({i: np.unique(target_rows[i]) for i in chosen}, len(covered))]
 
 
 def _without_spare(meets: dict[int, np.ndarray], numbers: int) -> list[int]:
@@ -86,11 +86,11 @@ def _table(rows: Sequence[Sequence[Hashable]]) -> tuple[np.ndarray, np.ndarray]:
     """
     numbers: dict[Hashable, int] = {}
     for row in rows:
-        for thing in row:
-            numbers.setdefault(thing, len(numbers))
+        for item in row:
+            numbers.setdefault(item, len(numbers))
     table = np.full((len(rows), max((len(row) for row in rows), default=0)), len(numbers), np.int64)
     for i, row in enumerate(rows):
-        table[i, : len(row)] = [numbers[thing] for thing in row]
-    met = np.zeros(len(numbers) + 1, bool)
-    met[-1] = True
-    return table, met
+        table[i, : len(row)] = [numbers[item] for item in row]
+    covered = np.zeros(len(numbers) + 1, bool)
+    covered[-1] = True
+    return table, covered

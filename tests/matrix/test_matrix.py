@@ -183,8 +183,10 @@ def test_every_declared_capability_has_a_case() -> None:
             ]
             if "*" in capability.tasks:
                 tasks = {case.task for case in valid if case.runner == spec.name}
-                able = {task for task in CASE_TASKS if capability.does(task)}
-                missing += [f"{spec.name} {stage} {format}: task {item}" for item in able - tasks if stage == "run"]
+                supported_tasks = {task for task in CASE_TASKS if capability.does(task)}
+                missing += [
+                    f"{spec.name} {stage} {format}: task {item}" for item in supported_tasks - tasks if stage == "run"
+                ]
     assert set(missing) == NOT_MADE_HERE, "declared, and in no case, or the other way round:\n" + "\n".join(missing)
 
 

@@ -220,7 +220,7 @@ def prompted(client: TestClient, path: str, **body: Any) -> None:
     )
 
 
-def cut(client: TestClient, path: str, left: Any, refused: Any) -> None:
+def cut(client: TestClient, path: str, cut_at_left: Any, refused: Any) -> None:
     name = "texts" if path == "/v2/embed" else "inputs"
 
     def body(text: str) -> dict[str, Any]:
@@ -228,7 +228,9 @@ def cut(client: TestClient, path: str, left: Any, refused: Any) -> None:
 
     assert np.allclose(vector(client, path, **body(LONG)), vector(client, path, **body("card " * 92)), atol=1e-5)
     assert np.allclose(
-        vector(client, path, **body(LONG), **left), vector(client, path, **body("card " * 91 + "bank")), atol=1e-5
+        vector(client, path, **body(LONG), **cut_at_left),
+        vector(client, path, **body("card " * 91 + "bank")),
+        atol=1e-5,
     )
     answer = client.post(path, json={**BASE[path], **body(LONG), **refused})
     assert answer.status_code == 422

@@ -239,11 +239,11 @@ def test_run_continues_after_a_full_disk(
     model: accel.ORTModel, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = os.fsync
-    left = [7]
+    writes_left = [7]
 
     def full(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        writes_left[0] -= 1
+        if writes_left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         synced(descriptor)
 

@@ -105,10 +105,10 @@ def test_unknown_inference_protocol_paths_have_text_errors(method: str, client: 
 
 
 def test_only_configured_origins_may_call(client: TestClient) -> None:
-    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    answer = client.options("/classify", headers={"Origin": "https://a.example", **asks})
+    request_headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    answer = client.options("/classify", headers={"Origin": "https://a.example", **request_headers})
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://a.example")
-    assert client.options("/classify", headers={"Origin": "https://b.example", **asks}).status_code == 400
+    assert client.options("/classify", headers={"Origin": "https://b.example", **request_headers}).status_code == 400
     mine = client.get("/health", headers={"Origin": "https://a.example"})
     assert "x-request-id" in mine.headers["access-control-expose-headers"]
     assert "access-control-allow-origin" not in client.get("/health", headers={"Origin": "https://b.example"}).headers

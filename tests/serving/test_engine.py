@@ -139,9 +139,9 @@ def test_cancelled_requests_are_not_computed(gated: Gated) -> None:
     with accel.Engine(model) as engine:
         engine.submit("help")
         assert gate.waiting.wait(30)
-        gone = [engine.submit("where is my card") for _ in range(4)]
+        cancelled = [engine.submit("where is my card") for _ in range(4)]
         stays = engine.submit("the bank")
-        for job in gone:
+        for job in cancelled:
             assert job.future.cancel()
         assert engine.pending() == 2
         gate.open()

@@ -87,8 +87,8 @@ def test_prompts_are_texts_tokens_or_messages(generator: Callable[..., Artifact]
     options = GenerationOptions(max_new_tokens=4, temperature=0)
     with GenerationEngine(ORTModelForCausalLM(generator("llama"))) as engine:
         expected = engine([5, 6, 7], options).text
-        for same in ((5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
-            assert engine(same, options).text == expected  # type: ignore[arg-type]  # users pass arrays
+        for prompt in ((5, 6, 7), torch.tensor([5, 6, 7]), np.array([5, 6, 7])):
+            assert engine(prompt, options).text == expected  # type: ignore[arg-type]  # users pass arrays
         for wrong in (
             [1.5, 2.5],
             [True, False],

@@ -193,13 +193,13 @@ def test_metrics_equal_the_clients_token_counts(client: TestClient) -> None:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}_total{{"))
 
     before = counted("accel_generated_tokens"), counted("accel_prompt_tokens")
-    got = [
+    usages = [
         post(client, "/v1/completions", prompt=[PROMPT, "help"], max_tokens=new, **GREEDY)["usage"]
         for new in range(1, 5)
     ]
     streamed = events(client, "/generate", inputs=PROMPT, max_new_tokens=5)[-1]["usage"]
-    read = sum(usage["prompt_tokens"] for usage in [*got, streamed])
-    generated = sum(usage["completion_tokens"] for usage in [*got, streamed])
+    read = sum(usage["prompt_tokens"] for usage in [*usages, streamed])
+    generated = sum(usage["completion_tokens"] for usage in [*usages, streamed])
     assert (counted("accel_generated_tokens"), counted("accel_prompt_tokens")) == (
         before[0] + generated,
         before[1] + read,

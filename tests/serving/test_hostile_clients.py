@@ -200,11 +200,11 @@ def test_metrics_equal_the_counts_of_sixteen_clients(served: Served) -> None:
     try:
         with running(create_app(engine)) as port:
             # The following clients disconnect while the model is busy.
-            left = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
+            abandoned = [sent(port, "/v1/embeddings", b'{"input": ["help", "card"]}') for _ in range(3)]
             until_pending(engine, 6, port)
             statuses[str(ask(port, "/v1/embeddings", b'{"input": "help"}')[0])] += 1
             time.sleep(0.1)
-            for connection in left:
+            for connection in abandoned:
                 connection.close()
             until_pending(engine, 0, port)
             gate.open()
@@ -220,7 +220,7 @@ def test_metrics_equal_the_counts_of_sixteen_clients(served: Served) -> None:
         model._session = gate._session
     assert set(statuses) == {"200", "400", "404", "422", "429"}
     assert statuses.total() == 2001
-    statuses["499"] = len(left)
+    statuses["499"] = len(abandoned)
     for status, count in statuses.items():
         assert counted(page, "accel_requests_total", path="/v1/embeddings", status=status) == count, status
     assert counted(page, "accel_requests_total", path="/v1/embeddings") == statuses.total()

@@ -266,9 +266,12 @@ def _finish(options: argparse.Namespace, others: Sequence[Path]) -> int:
         path = options.page if name == "models.md" else options.page.parent / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    totals, able = counts(cells), capturable(cells)
+    totals, exportable = counts(cells), capturable(cells)
     print(", ".join(f"{totals[status]} {status}" for status in (OK, REFUSED, FAILED, WRONG, NOT_BUILT)))
-    print(f"{share(able):.1%} of the {len(able)} cells that transformers' own exporters can capture are green: {options.page}")  # fmt: skip
+    print(
+        f"{share(exportable):.1%} of the {len(exportable)} cells that transformers' own exporters can capture are green: "
+        f"{options.page}"
+    )
     for line in rows_of(cells):
         print(line)
     for cell in cells:

@@ -363,8 +363,8 @@ class _Run:
         another backend.
         """
         spec = registry.describe(self.backend)
-        able = [item for item in spec.capabilities if item.stage == "optimize" and item.does(self.pair.task)]
-        formats = {item.consumes for item in able}
+        optimizations = [item for item in spec.capabilities if item.stage == "optimize" and item.does(self.pair.task)]
+        formats = {item.consumes for item in optimizations}
         parent = next((item for item in self.exports.values() if item.format in formats), None)
         if parent is None:
             raise _NoStage(f"{self.backend} optimizes no graph that was exported")
@@ -410,21 +410,21 @@ def mistaken(tokens: torch.Tensor, expected: Any, tie: float = _TIE) -> int:
     tokens after it are not counted.
     """
     count = len(expected.logits)
-    expected_tokens, have = expected.sequences[:, -count:], tokens[:, -count:]
-    if expected_tokens.shape != have.shape:
+    expected_tokens, actual_tokens = expected.sequences[:, -count:], tokens[:, -count:]
+    if expected_tokens.shape != actual_tokens.shape:
         return int(expected_tokens.numel())
     tokens = tokens.to(expected.sequences.device)
     count_of_mistaken = 0
     for row in range(expected_tokens.shape[0]):
         for step in range(count):
-            if expected_tokens[row, step] == have[row, step]:
+            if expected_tokens[row, step] == actual_tokens[row, step]:
                 continue
             logits = expected.logits[step][row].float()
-            gap = float(logits[expected_tokens[row, step]] - logits[have[row, step]]) / max(
+            gap = float(logits[expected_tokens[row, step]] - logits[actual_tokens[row, step]]) / max(
                 float(logits.abs().max()), 1e-6
             )
             if gap > tie:
-                count_of_mistaken += int((expected_tokens[row, step:] != have[row, step:]).sum())
+                count_of_mistaken += int((expected_tokens[row, step:] != actual_tokens[row, step:]).sum())
             break
     return count_of_mistaken
 

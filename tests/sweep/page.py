@@ -343,9 +343,9 @@ def _counts(cells: Sequence[Cell], backends: Sequence[str]) -> str:
     for backend in backends:
         some = [cell for cell in cells if cell.backend == backend]
         totals = counts(some)
-        able = capturable(some)
+        captured = capturable(some)
         numbers = " | ".join(str(totals[status]) for status in (OK, REFUSED, FAILED, WRONG))
-        lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(able):.1%} of {len(able)} |")
+        lines.append(f"| {TITLES.get(backend, backend)} | {numbers} | {share(captured):.1%} of {len(captured)} |")
     missing = sum(cell.status == NOT_BUILT for cell in cells)
     ran = len({(cell.architecture, cell.task) for cell in cells}) - missing
     unmade = (

@@ -142,11 +142,11 @@ def _longest_first(pairs: Sequence[Pair], store: Store) -> list[Pair]:
     """Sort pairs by the duration of their last test, longest first. A stage of an unknown pair counts as 30 s, so
     generating models come first.
     """
-    took: dict[tuple[str, str], float] = {}
+    durations: dict[tuple[str, str], float] = {}
     for cell in store.cells.values():
         key = (cell.architecture, cell.task)
-        took[key] = took.get(key, 0.0) + cell.seconds
-    return sorted(pairs, key=lambda pair: -took.get((pair.architecture, pair.task), 30.0 * len(stages_of(pair))))
+        durations[key] = durations.get(key, 0.0) + cell.seconds
+    return sorted(pairs, key=lambda pair: -durations.get((pair.architecture, pair.task), 30.0 * len(stages_of(pair))))
 
 
 def _start(job: _Job, context: Any, backends: Sequence[str], sweep: Sweep, *, one_core: bool) -> None:

@@ -84,9 +84,9 @@ class Store:
             self._drop(cell, lambda old: old.backend == "pytorch")
         self.cells[cell.key] = cell
 
-    def _drop(self, cell: Cell, which: Any) -> None:
+    def _drop(self, cell: Cell, is_dropped: Any) -> None:
         pair = (cell.architecture, cell.task)
-        self.cells = {k: c for k, c in self.cells.items() if (c.architecture, c.task) != pair or not which(c)}
+        self.cells = {k: c for k, c in self.cells.items() if (c.architecture, c.task) != pair or not is_dropped(c)}
 
     def merge(self, other: Mapping[str, Cell]) -> None:
         """Add the results of another store."""

@@ -233,11 +233,11 @@ def test_disconnected_client_frees_its_row(decoder: TextDecoder) -> None:
     checks: list[int] = []
     alone = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
-    gone = start(decoder, PROMPTS[0], lambda: not checks.append(1) and len(checks) > 2, max_new_tokens=50)
+    disconnected = start(decoder, PROMPTS[0], lambda: not checks.append(1) and len(checks) > 2, max_new_tokens=50)
     other = start(decoder, PROMPTS[1], max_new_tokens=6)
     finish(decoder)
     assert len(checks) == 3
-    assert gone.ended == [None]
+    assert disconnected.ended == [None]
     assert other.text == alone.text
 
 

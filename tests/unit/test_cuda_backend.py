@@ -50,7 +50,7 @@ def test_machine_with_gpu_is_available() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "says", "remedy"),
+    ("changes", "code", "message", "remedy"),
     [
         ({**CPU_BUILD, "distributions": {"onnxruntime": "1.31.1"}}, "no-gpu-build", "onnxruntime 1.31.1", "[cuda]"),
         (
@@ -77,12 +77,12 @@ def test_machine_with_gpu_is_available() -> None:
     ],
 )
 def test_each_missing_requirement_has_reason_and_remedy(
-    changes: dict[str, Any], code: str, says: str, remedy: str
+    changes: dict[str, Any], code: str, message: str, remedy: str
 ) -> None:
     probe = verdict(**changes)
     assert not probe.available
     assert [reason.code for reason in probe.reasons] == [code]
-    assert says in probe.reasons[0].message
+    assert message in probe.reasons[0].message
     assert remedy in probe.reasons[0].remedy
 
 
@@ -171,7 +171,7 @@ def test_onnx_runtime_options_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"gpu_mem_limt": 1}, "Did you mean 'gpu_mem_limit'"),
         ({"device_id": 1}, "contradicts the device cuda:0"),
@@ -183,10 +183,10 @@ def test_onnx_runtime_options_are_passed_on() -> None:
         ({"use_tf32": "perhaps"}, "True or False"),
     ],
 )
-def test_invalid_options_are_named(options: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_options(options, GPU)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 # The tests below check which graph form (`full`, `lengths` or `general`) fits a mask.

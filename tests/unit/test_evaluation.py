@@ -61,15 +61,15 @@ class TestMetrics:
     def test_class_metrics_equal_scikit_learns(self, name: str, classes: int) -> None:
         predictions, truth = ([min(number, classes - 1) for number in some] for some in (self.predicted, self.truth))
         metric = metric_for(name, ClassPredictor, classes=classes)
-        which, _, average = name.partition("_")
-        if which in ("accuracy", "matthews"):
+        measure, _, average = name.partition("_")
+        if measure in ("accuracy", "matthews"):
             reference = {"accuracy": sklearn_metrics.accuracy_score, "matthews": sklearn_metrics.matthews_corrcoef}[
-                which
+                measure
             ]
             expected = reference(truth, predictions)
         else:
             usual = "binary" if classes == 2 else "macro"
-            expected = getattr(sklearn_metrics, f"{which}_score")(truth, predictions, average=average or usual)
+            expected = getattr(sklearn_metrics, f"{measure}_score")(truth, predictions, average=average or usual)
         assert metric.compute(predictions, truth) == {metric.key: pytest.approx(expected, abs=1e-12)}
 
     def test_correlations(self) -> None:

@@ -17,9 +17,9 @@ def test_compiled_sizes_add_at_most_half() -> None:
 def test_padding_is_masked_and_added_rows_copy_the_last_row() -> None:
     ids = torch.tensor([[5, 6, 7]])
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    have = sizes_of(call, maskable=True)
-    assert have == CallSizes(1, 3)
-    larger = padded(call, have, CallSizes(2, 4), pad_id=9)
+    call_sizes = sizes_of(call, maskable=True)
+    assert call_sizes == CallSizes(1, 3)
+    larger = padded(call, call_sizes, CallSizes(2, 4), pad_id=9)
     assert larger["input_ids"].tolist() == [[5, 6, 7, 9]] * 2
     assert larger["attention_mask"].tolist() == [[1, 1, 1, 0]] * 2
     assert call["input_ids"].shape == (1, 3)

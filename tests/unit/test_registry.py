@@ -232,8 +232,8 @@ def test_ignored_plugin_is_warned_once(
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(registry.logger, "warning", lambda text, *values: warnings.append(text % values))
-    able = spec("y", impl="json:JSONDecoder", requires=())
-    install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", able))
+    usable = spec("y", impl="json:JSONDecoder", requires=())
+    install(monkeypatch, ("x", "spec_one", spec("x")), ("x", "spec_two", spec("x")), ("y", "spec_y", usable))
     for _ in range(2):
         assert plan_stage("run", "onnx").backend.name == "y"
     assert len(warnings) == 1

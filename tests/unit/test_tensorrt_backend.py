@@ -132,7 +132,7 @@ def test_options_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"trt_fp16_enable": True}, "precision comes from the graph"),
         ({"trt_int8_enable": True}, "precision comes from the graph"),
@@ -144,10 +144,10 @@ def test_options_are_read() -> None:
         ({"profile": "batch"}, "of the shape profile is invalid"),
     ],
 )
-def test_invalid_options_are_named(options: dict[str, object], says: str) -> None:
+def test_invalid_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_options(options, GPU)
-    assert says in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def engine_artifact(path: Path, target: dict[str, str]) -> Artifact:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         (
             {"gpu": "NVIDIA A10", "arch": "sm_86"},
@@ -250,14 +250,14 @@ def engine_artifact(path: Path, target: dict[str, str]) -> Artifact:
     ],
 )
 def test_engine_for_another_machine_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], message: str
 ) -> None:
     artifact = engine_artifact(tmp_path / "engine", {**HERE.target(), **changes})
     versions = {"tensorrt": "10.13.0", "driver": "580.159"}
     monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
     with pytest.raises(TargetMismatchError) as raised:
         TensorrtBackend().open(artifact, OpenRequest(device=GPU))
-    assert says in str(raised.value)
+    assert message in str(raised.value)
     assert "--format tensorrt" in str(raised.value)
 
 
@@ -265,7 +265,7 @@ def test_engine_for_another_machine_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "says", "remedy"),
+    ("changes", "code", "message", "remedy"),
     [
         (
             {"load_error": "libnvinfer.so.10: cannot open shared object file: No such file or directory"},
@@ -289,11 +289,11 @@ def test_engine_for_another_machine_is_refused(
     ],
 )
 def test_each_missing_requirement_has_reason_and_remedy(
-    changes: dict[str, Any], code: str, says: str, remedy: str
+    changes: dict[str, Any], code: str, message: str, remedy: str
 ) -> None:
     probe = judge(NvidiaFacts(**{**HEALTHY, **changes}))
     assert [reason.code for reason in probe.reasons] == [code]
-    assert says in probe.reasons[0].message
+    assert message in probe.reasons[0].message
     assert remedy in probe.reasons[0].remedy
 
 
@@ -437,11 +437,11 @@ def test_engine_is_built_with_a_timing_cache(journal: Journal, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"), [({"parsed": False}, "no such operator"), ({"plan": None}, "found no kernels")]
+    ("settings", "message"), [({"parsed": False}, "no such operator"), ({"plan": None}, "found no kernels")]
 )
-def test_tensorrt_failures_raise(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str) -> None:
+def test_tensorrt_failures_raise(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str) -> None:
     monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), **settings))
-    with pytest.raises(SessionError, match=says):
+    with pytest.raises(SessionError, match=message):
         build_plan(Path("model.onnx"), {})
 
 
@@ -549,7 +549,7 @@ def test_engine_session_checks_its_inputs(
     assert session.run({"input_ids": ids, "attention_mask": mask})["logits"].shape == (2, 3)
     assert waited, "ids on the GPU are looked at as well"
     limit = component.max_sizes["sequence"]
-    for wrong, says in (
+    for wrong, message in (
         ({"attention_mask": mask[:, :4]}, "axis 'sequence'"),
         ({"attention_mask": mask[:1]}, "axis 'batch'"),
         ({"input_ids": ids[:, :0], "attention_mask": mask[:, :0]}, "no axis may have the size 0"),
@@ -559,7 +559,7 @@ def test_engine_session_checks_its_inputs(
         ({"attention_mask": mask * 0}, "contains only zeros"),
         ({"input_ids": ids.repeat(1, limit), "attention_mask": mask.repeat(1, limit)}, f"positions for only {limit}"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             session.run({"input_ids": ids, "attention_mask": mask, **wrong})
 
 

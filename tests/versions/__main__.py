@@ -30,11 +30,11 @@ def pinned(names: list[str]) -> list[str]:
     return [pins[name] for name in names]
 
 
-def environment(which: str, interpreter: str, keep: list[str], flags: list[str]) -> Path:
+def environment(version_set: str, interpreter: str, keep: list[str], flags: list[str]) -> Path:
     """Create an environment with the package installed, and return the path of its Python. uv installs the package,
     because pip cannot select the oldest versions.
     """
-    folder = ROOT / f".venv-{which}"
+    folder = ROOT / f".venv-{version_set}"
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([interpreter, "-m", "venv", folder], check=True)
@@ -52,7 +52,7 @@ def environment(which: str, interpreter: str, keep: list[str], flags: list[str])
         "--python",
         python,
         "--resolution",
-        _RESOLUTION[which],
+        _RESOLUTION[version_set],
     ]
     subprocess.run([*install, *flags, "-c", file, "-e", f"{ROOT}[dev]"], check=True)
     return python
@@ -80,9 +80,9 @@ def main() -> int:
     parser.add_argument("--uv-flag", action="append", default=[], help="for uv pip install, such as --index=URL")
     args = parser.parse_args()
     failed = []
-    for which in args.which:
-        python = environment(which, args.python, args.keep, args.uv_flag)
-        print(f"{which}: {installed(python)}", flush=True)
+    for version_set in args.which:
+        python = environment(version_set, args.python, args.keep, args.uv_flag)
+        print(f"{version_set}: {installed(python)}", flush=True)
         command = [
             python,
             "-m",
@@ -97,7 +97,7 @@ def main() -> int:
             *args.tests,
         ]
         if subprocess.run(command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False).returncode:
-            failed.append(which)
+            failed.append(version_set)
     print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
     return int(bool(failed))
 
