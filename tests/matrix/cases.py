@@ -169,7 +169,10 @@ class Case:
     @property
     def formats(self) -> tuple[str, ...]:
         """The formats of the chain, from the export's format to the format that runs."""
-        return (self.format, *dict.fromkeys(one for one in (self.rewritten,) if one and one != self.format))
+        return (
+            self.format,
+            *dict.fromkeys(rewritten for rewritten in (self.rewritten,) if rewritten and rewritten != self.format),
+        )
 
     @property
     def made_dtype(self) -> str:
@@ -239,40 +242,42 @@ def _offers(
     specs: Iterable[BackendSpec], task: str, stage: str, consumes: str | None
 ) -> Iterator[tuple[BackendSpec, Capability]]:
     for spec in specs:
-        for one in spec.capabilities:
-            if one.stage == stage and one.consumes == consumes and one.does(task):
-                yield spec, one
+        for capability in spec.capabilities:
+            if capability.stage == stage and capability.consumes == consumes and capability.does(task):
+                yield spec, capability
 
 
 def _captures(task: str, capability: Capability) -> list[str]:
     names = [n for n in CAPTURES if task_spec(task).embeds or n not in ("pooling", "normalize")]
-    own = [word("options", {name: EXPORTER_OPTIONS[name]}) for name in capability.options]
-    return ["", *(word(name, value) for name in names for value in CAPTURES[name]), *own]
+    exporter_options = [word("options", {name: EXPORTER_OPTIONS[name]}) for name in capability.options]
+    return ["", *(word(name, value) for name in names for value in CAPTURES[name]), *exporter_options]
 
 
 def _steps(specs: Sequence[BackendSpec], start: Case, plain: bool, keeps: Callable[[Case], bool]) -> Iterator[Case]:
     starts = [(start, start.format, start.dtype)]
-    for spec, one in _offers(specs, start.task, "optimize", start.format):
-        levels = [(level, "") for level in one.schemes]
-        if start.dtype == "float32" and one.consumes == one.produces:
-            levels += [("O2", dtype) for dtype in ENABLED if dtype in one.dtypes]
-        for level, enable in levels if start.dtype in one.dtypes else ():
-            optimized = replace(start, optimizer=spec.name, level=level, enable=enable, rewritten=str(one.produces))
+    for spec, capability in _offers(specs, start.task, "optimize", start.format):
+        levels = [(level, "") for level in capability.schemes]
+        if start.dtype == "float32" and capability.consumes == capability.produces:
+            levels += [("O2", dtype) for dtype in ENABLED if dtype in capability.dtypes]
+        for level, enable in levels if start.dtype in capability.dtypes else ():
+            optimized = replace(
+                start, optimizer=spec.name, level=level, enable=enable, rewritten=str(capability.produces)
+            )
             if keeps(optimized):
-                starts.append((optimized, str(one.produces), optimized.made_dtype))
+                starts.append((optimized, str(capability.produces), optimized.made_dtype))
     for case, format, dtype in starts:
         yield from filter(keeps, _runs(specs, case, format, dtype, plain))
-        for spec, one in _offers(specs, case.task, "quantize", format):
+        for spec, capability in _offers(specs, case.task, "quantize", format):
             # Only the backend for whose kernels a graph was rewritten quantizes and runs the rewritten graph.
-            if dtype not in one.dtypes or case.optimizer not in ("", spec.name):
+            if dtype not in capability.dtypes or case.optimizer not in ("", spec.name):
                 continue
-            for scheme in one.schemes:
-                for setting in [""] if plain else _settings(spec, one, scheme):
-                    made = replace(
-                        case, quantizer=spec.name, scheme=scheme, setting=setting, rewritten=str(one.produces)
+            for scheme in capability.schemes:
+                for setting in [""] if plain else _settings(spec, capability, scheme):
+                    quantized = replace(
+                        case, quantizer=spec.name, scheme=scheme, setting=setting, rewritten=str(capability.produces)
                     )
-                    if keeps(made):
-                        yield from filter(keeps, _runs(specs, made, str(one.produces), dtype, plain))
+                    if keeps(quantized):
+                        yield from filter(keeps, _runs(specs, quantized, str(capability.produces), dtype, plain))
 
 
 def _settings(spec: BackendSpec, capability: Capability, scheme: str) -> list[str]:
@@ -282,17 +287,17 @@ def _settings(spec: BackendSpec, capability: Capability, scheme: str) -> list[st
 
 def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, plain: bool) -> Iterator[Case]:
     offers = [
-        (spec, spec.capability("run", format, task=case.task) or one)
-        for spec, one in _offers(specs, case.task, "run", format)
+        (spec, spec.capability("run", format, task=case.task) or capability)
+        for spec, capability in _offers(specs, case.task, "run", format)
     ]
     # A graph that was rewritten for the kernels of one backend runs on this backend if the backend supports the format.
     rewriter = case.quantizer or case.optimizer
     if any(spec.name == rewriter and spec.capability("run", format) for spec in specs):
         offers = [offer for offer in offers if offer[0].name == rewriter]
-    for spec, one in {offer[0].name: offer for offer in offers}.values():
-        if dtype in one.dtypes:
-            for device in one.devices:
-                for option in [""] if plain else _run_options(spec, one):
+    for spec, capability in {offer[0].name: offer for offer in offers}.values():
+        if dtype in capability.dtypes:
+            for device in capability.devices:
+                for option in [""] if plain else _run_options(spec, capability):
                     # On a CUDA device, a graph computes in the data type with which it was made. Another
                     # `compute_dtype` raises an error.
                     if spec.name == "cuda" and parsed(option).get("compute_dtype", dtype) != dtype:
@@ -301,11 +306,11 @@ def _runs(specs: Sequence[BackendSpec], case: Case, format: str, dtype: str, pla
 
 
 def _run_options(spec: BackendSpec, capability: Capability) -> list[str]:
-    made = [word(name, value) for name, values in OPTIONS.items() for value in values if name != "compute_dtype"]
-    made += [word("compute_dtype", value) for value in OPTIONS["compute_dtype"] if value in capability.dtypes]
-    made += [word("native", {name: value}) for name, value in NATIVE.get(spec.name, {}).items()]
-    made += [word("provider", {name: value}) for name, value in PROVIDER.get(spec.name, {}).items()]
-    return ["", *made]
+    options = [word(name, value) for name, values in OPTIONS.items() for value in values if name != "compute_dtype"]
+    options += [word("compute_dtype", value) for value in OPTIONS["compute_dtype"] if value in capability.dtypes]
+    options += [word("native", {name: value}) for name, value in NATIVE.get(spec.name, {}).items()]
+    options += [word("provider", {name: value}) for name, value in PROVIDER.get(spec.name, {}).items()]
+    return ["", *options]
 
 
 # Backends reject the following combinations with an error, although their specs allow them. A test runs each
@@ -540,7 +545,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def refusal(case: Case) -> Refusal | None:
     """Return the rule in `REFUSALS` that rejects a case, or `None`."""
-    return next((one for one in REFUSALS if one.when(case)), None)
+    return next((rule for rule in REFUSALS if rule.when(case)), None)
 
 
 def specs() -> tuple[BackendSpec, ...]:
@@ -555,14 +560,14 @@ def stages(case: Case) -> dict[str, float]:
     """Return the artifacts that a case needs, with the approximate time in seconds to make each artifact on two
     processor cores.
     """
-    made = {}
+    seconds = {}
     if case.format != WEIGHTS:
-        made[str(case.exported)] = 12.0 if case.generates else 4.0
+        seconds[str(case.exported)] = 12.0 if case.generates else 4.0
     if case.level:
-        made[str(case.optimized)] = 0.7
+        seconds[str(case.optimized)] = 0.7
     if case.scheme:
-        made[str(case.made)] = 3.0 if case.quantizer == "openvino" and case.scheme.startswith("static") else 0.7
-    return made
+        seconds[str(case.made)] = 3.0 if case.quantizer == "openvino" and case.scheme.startswith("static") else 0.7
+    return seconds
 
 
 QUICK = ("text-classification", "text-generation", "text2text-generation", "sentence-similarity")
@@ -594,10 +599,10 @@ Settings are covered with each scheme, and schemes with each level and option; c
 
 def _quick_pairs(case: Case) -> list[Hashable]:
     """Return the pairs of values in a case that every test run must cover."""
-    met: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
+    covered: list[Hashable] = [pair for pair in pairs(case.factors) if {pair[0][0], pair[1][0]} not in APART]
     # A setting belongs to one scheme of one backend and format. Another scheme may have a different setting with the
     # same name.
-    return [*met, (case.format, case.quantizer, case.scheme, case.setting)]
+    return [*covered, (case.format, case.quantizer, case.scheme, case.setting)]
 
 
 @functools.cache

@@ -82,7 +82,9 @@ def torch_outputs(case: Case, model: torch.nn.Module, inputs: Tensors) -> Tensor
     with torch.inference_mode():
         outputs = [dict(model(**batch)) for batch in batches]
     tensors = {
-        name: [one[name] for one in outputs] for name, value in outputs[0].items() if isinstance(value, torch.Tensor)
+        name: [row_outputs[name] for row_outputs in outputs]
+        for name, value in outputs[0].items()
+        if isinstance(value, torch.Tensor)
     }
     return {name: torch.cat(values) if alone else values[0] for name, values in tensors.items()}
 
