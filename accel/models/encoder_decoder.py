@@ -141,7 +141,7 @@ class EncoderDecoder(Generator):
     def _own_cache(self, cache: Any) -> StateCache:
         if isinstance(cache, Cache) and not isinstance(cache, StateCache):
             raise InputError(
-                f"past_key_values is a {type(cache).__name__} of transformers, which this encoder-decoder cannot read, because it does "
+                f"past_key_values is a {type(cache).__name__} of transformers, which this model cannot read, because the cache does "
                 "not contain the encoder's output in the form that the decoder's graph requires.",
                 fix="pass the past_key_values that this model returned, pass model.new_cache(), or leave past_key_values out.",
             )
@@ -277,8 +277,9 @@ def _mask_of(encoded: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
     own_mask: torch.Tensor | None = getattr(encoded, "attention_mask", None)
     if own_mask is None and mask is not None and mask.shape[1] != encoded[0].shape[1]:
         raise InputError(
-            f"encoder_outputs has {encoded[0].shape[1]} positions and no attention mask of its own, but attention_mask has "
-            f"{mask.shape[1]} positions. This encoder shortens its input, so the mask of the input does not fit its output.",
+            f"encoder_outputs has {encoded[0].shape[1]} positions and contains no attention mask, but the argument attention_mask has "
+            f"{mask.shape[1]} positions. The encoder shortens its input, so the mask of the encoder's input does not fit the encoder's "
+            "output.",
             fix="pass the object that model.encoder(...) returned as encoder_outputs, or leave attention_mask out if no row is padded.",
         )
     return mask if own_mask is None else own_mask

@@ -154,7 +154,8 @@ class Engine:
         """
         if self._observer not in (None, observer):
             raise ConfigError(
-                "The engine already has a different observer.", fix="create the engine without observer=..."
+                "The engine was created with observer=..., so the HTTP server cannot set its own observer for the metrics.",
+                fix="create the engine without observer=...",
             )
         self._observer = observer
         for queue in self._queues.values():

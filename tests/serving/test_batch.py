@@ -211,7 +211,7 @@ def test_folders_with_other_files_are_refused(model: accel.ORTModel, rows: Path,
 
 
 def test_two_processes_do_not_write_to_one_folder(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
-    with locked_file(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process writes"):
+    with locked_file(tmp_path / "out" / "_lock"), pytest.raises(OutputFolderError, match="Another process is writing"):
         batch(model, rows, tmp_path / "out")
 
 
@@ -272,7 +272,7 @@ def test_bytes_cannot_be_kept_in_json(model: accel.ORTModel, tmp_path: Path) -> 
 
 def test_invalid_row_stops_the_run(model: accel.ORTModel, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(BAD)
-    with pytest.raises(InputError, match=r"Row 1 of the data failed: 'text' is missing") as error:
+    with pytest.raises(InputError, match=r"Row 1 of the data cannot be processed: 'text' is missing") as error:
         batch(model, tmp_path / "rows.jsonl", tmp_path / "out")
     assert "--on-error record" in str(error.value)
     assert not list((tmp_path / "out").glob("rows-*"))

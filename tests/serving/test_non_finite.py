@@ -216,7 +216,7 @@ def test_offline_rows_with_nan_are_errors(
     data = tmp_path / "data.csv"
     data.write_text(f"text\n{GOOD}\n{BAD}\n")
     model = damaged("feature-extraction")
-    with pytest.raises(InputError, match=r"Row 1 of the data failed: .* NaN or infinity"):
+    with pytest.raises(InputError, match=r"Row 1 of the data cannot be processed: .* NaN or infinity"):
         batch(model, data, tmp_path / "stopped", operation="embed", format=format)
     report = batch(model, data, tmp_path / "out", operation="embed", format=format, on_error="record")
     assert (report.rows, report.broken) == (2, 1)

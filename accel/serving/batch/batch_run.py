@@ -132,7 +132,7 @@ def plan(
     if unknown:
         raise ConfigError(
             f"The columns to keep include {', '.join(map(repr, unknown))}, but the data has only the columns {', '.join(table.columns)}.",
-            fix="name existing columns: keep=[...] (--keep).",
+            fix="pass only columns of the data in keep=[...] (--keep).",
         )
     request = RowRequest(
         operation=chosen, options=dict(options or {}), columns=find_columns(chosen, table.columns, columns),

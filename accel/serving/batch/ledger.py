@@ -126,7 +126,7 @@ class RunLedger:
         with locked_file(self.folder / _LOCK) as free:
             if not free:
                 raise OutputFolderError(
-                    f"Another process writes to the output folder {self.folder}.",
+                    f"Another process is writing to the output folder {self.folder}.",
                     fix="wait until the other process ends, or stop it.",
                 )
             self._read()
@@ -192,7 +192,7 @@ def _parsed(content: bytes, path: Path) -> Any:
 
 def _changed(path: Path) -> IntegrityError:
     return IntegrityError(
-        f"The file {path} is damaged: it does not contain what `accel batch` wrote.",
+        f"The file {path} is damaged: its content differs from the content that `accel batch` wrote.",
         fix="restore the file from a backup, or choose another output folder.",
     )
 

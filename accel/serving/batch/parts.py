@@ -100,7 +100,7 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
     wrong = next((i for i, result in enumerate(results) if isinstance(result, FailedRow)), None)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
-            f"Row {part.start + wrong} of the data failed: {results[wrong].reason.rstrip('.')}.",
+            f"Row {part.start + wrong} of the data cannot be processed: {results[wrong].reason.rstrip('.')}.",
             fix="correct the row, or write failed rows to the output with the reason: on_error='record' (--on-error record).",
         )
     answers = [None if isinstance(result, FailedRow) else result for result in results]
@@ -148,7 +148,7 @@ def _table(
         copied = {name: pa.array(values, kept_types[name]) for name, values in copied_values.items()}
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise InputError(
-            f"The values of a copied column do not match the type of the column: {error}",
+            f"A column of keep=[...] (--keep) contains values that do not have the type of the column: {error}",
             fix="leave the column out of keep=[...] (--keep), or correct the data.",
         ) from error
     try:

@@ -135,7 +135,7 @@ class Scheduler:
                 )
             if len(self._waiting) >= self.limits.queue:
                 raise QueueFullError(
-                    f"The queue is full: {len(self._waiting)} prompts wait, and the model generates at most {self.limits.rows} "
+                    f"The queue is full: {len(self._waiting)} prompts are waiting, and the model generates at most {self.limits.rows} "
                     "texts at the same time.",
                     fix="try again later.",
                 )

@@ -185,8 +185,8 @@ def _read(body: InferBody, binary: bytes, *, texts: bool) -> dict[str, Any]:
     if used != len(binary):
         raise HttpError(
             422,
-            f"The last {len(binary) - used} bytes of the body belong to no input.",
-            fix="remove the bytes, or declare them with binary_data_size.",
+            f"The body has {len(binary) - used} bytes after the binary data of the last input.",
+            fix="remove these bytes, or set binary_data_size of each input to the number of its bytes.",
         )
     return feeds
 

@@ -33,7 +33,10 @@ def absent(path: str, status: int, detail: str, paths: Sequence[str]) -> HttpErr
     """
     if status != 404:
         return HttpError(
-            status, f"{detail}: {path[:200]}.", kind="method_not_allowed", fix="see the supported methods at /docs."
+            status,
+            f"The path {path[:200]} does not support the HTTP method of the request ({detail}).",
+            kind="method_not_allowed",
+            fix="use the method that /docs shows for this path.",
         )
     if path in UNSUPPORTED:
         return HttpError(

@@ -44,7 +44,8 @@ class Replicas:
         replicas_of(self.count)
         if self.cpus < 0 or self.gpus < 0 or self.target <= 0 or self.drain_s < 0:
             raise ConfigError(
-                f"A number is too small in {self}.",
+                f"A setting of the replicas is negative, or the target number of requests is 0: cpus={self.cpus:g}, gpus={self.gpus:g}, "
+                f"target={self.target:g}, drain_s={self.drain_s:g}.",
                 fix="use a target above 0, and at least 0 for cpus, gpus and drain_s.",
             )
 
