@@ -149,9 +149,9 @@ def _named(models: list[str]) -> dict[str, str] | list[str]:
         name, separator, source = argument.partition("=") if not Path(argument).exists() else ("", "", "")
         name, source = (name, source) if separator else (name_of(argument), argument)
         if not name or not source or name in sources:
-            taken = f"Two models have the same name, {name!r}." if name in sources else ""
+            conflict = f"Two models have the same name, {name!r}." if name in sources else ""
             raise ConfigError(
-                taken or f"The argument {argument!r} does not have the form MODEL or NAME=MODEL.",
+                conflict or f"The argument {argument!r} does not have the form MODEL or NAME=MODEL.",
                 fix="write NAME=MODEL, with a different name for each model.",
             )
         sources[name] = source

@@ -425,7 +425,7 @@ def _beyond(model: onnx.ModelProto) -> None:
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [(_outside, "outside of the folder"), (_no_number, "must be whole numbers"), (_beyond, "truncated")],
+    [(_outside, "outside of the graph"), (_no_number, "must be whole numbers"), (_beyond, "truncated")],
 )
 def test_missing_external_weights_raise(change: Any, word: str, copied: Any) -> None:
     path = copied("optimum/llama-external")
@@ -494,7 +494,7 @@ def test_weights_outside_of_the_folder_are_refused(put: Any, name: str, foreign:
         os.mkfifo(foreign / name)
     edited(foreign / "model.onnx", lambda model: put(model, name))
     for act in (adopt, functools.partial(optimize, out=foreign.parent / "out")):
-        with pytest.raises(IntegrityError, match="keeps weights in|The weights of .* are in") as error:
+        with pytest.raises(IntegrityError, match="stores weights in|The weights of .* are in") as error:
             act(foreign)
         assert error.value.fix
         assert len(str(error.value)) < 2000
