@@ -42,15 +42,15 @@ CHILD = """
 import sys
 from pathlib import Path
 import torch
-import accel
 from accel.artifact import Artifact
+from accel.models.base import model_class
 
 for folder in map(Path, sys.argv[1:]):
-    given = torch.load(folder / "given.pt")
+    call = torch.load(folder / "call.pt")
     cls = model_class(Artifact.load(folder / "model").task)
-    model = cls.from_pretrained(folder / "model", backend=given["backend"])
-    found = model(**given["feeds"])
-    torch.save({name: found[name] for name in given["names"]}, folder / "found.pt")
+    model = cls.from_pretrained(folder / "model", backend=call["backend"])
+    outputs = model(**call["feeds"])
+    torch.save({name: outputs[name] for name in call["names"]}, folder / "outputs.pt")
 """
 
 
@@ -66,12 +66,12 @@ def test_outputs_are_equal_in_another_process(chains: Chains, tmp_path: Path) ->
         feeds = chains.inputs(case)
         outputs = model(**feeds)
         expected[name] = {key: value for key, value in outputs.items() if isinstance(value, torch.Tensor)}
-        torch.save({"feeds": feeds, "backend": case.runner, "names": list(expected[name])}, folder / "given.pt")
+        torch.save({"feeds": feeds, "backend": case.runner, "names": list(expected[name])}, folder / "call.pt")
     folders = [str(tmp_path / name) for name in SAVED]
     done = subprocess.run([sys.executable, "-c", CHILD, *folders], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for name, expected_outputs in expected.items():
-        outputs = torch.load(tmp_path / name / "found.pt")
+        outputs = torch.load(tmp_path / name / "outputs.pt")
         for output, value in expected_outputs.items():
             assert torch.allclose(outputs[output], value, atol=1e-5), (name, output)
 
