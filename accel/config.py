@@ -190,7 +190,7 @@ def fitted(subject: str, value: Any, hint: Any, make: Callable[[Any, Any, str], 
         return None
     for option in options:
         kind, arguments = get_origin(option) or option, get_args(option)
-        if kind is Any:
+        if kind in (Any, object):
             return value
         if kind is Literal:
             if value in arguments:

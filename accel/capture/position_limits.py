@@ -131,10 +131,11 @@ def max_sizes_of(module: torch.nn.Module, axes: Axes) -> dict[str, int]:
         if not _POSITIONS.search(name):
             continue
         if (rows := rows_of_table(child)) is not None:
-            # In models like RoBERTa, positions start after `padding_idx`. In OPT and BART, the table has two rows more than declared.
+            # In models like RoBERTa, positions start after the `padding_idx` of the module that contains the table. LXMERT's table
+            # has a padding index, but its positions start at 0. In OPT and BART, the table has two rows more than declared.
             padding = getattr(child, "padding_idx", None)
-            offset = 0 if padding is None else padding + 1
-            limits.append(rows - offset)
+            counts_from_padding = hasattr(module.get_submodule(name.rpartition(".")[0]), "padding_idx")
+            limits.append(rows - (padding + 1 if padding is not None and counts_from_padding else 0))
             if isinstance(declared, int) and 0 < declared < rows:
                 limits.append(declared)
         elif isinstance(table := getattr(child, "weights", None), torch.Tensor):

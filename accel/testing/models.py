@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from accel.errors import ConfigError, did_you_mean
 from accel.interfaces.task_registry import task_spec
 
 VOCABULARY = 120
@@ -99,7 +100,16 @@ def rescale(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """Return the config of a tiny model of a family of `FAMILIES`."""
+    """Return the config of a tiny model of a family of `FAMILIES`.
+
+    Raises:
+        ConfigError: `FAMILIES` has no such family.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"There is no tiny model of the family {family!r}.{did_you_mean(family, FAMILIES)}",
+            fix=f"use one of {', '.join(FAMILIES)}.",
+        )
     prefix, settings = FAMILIES[family]
     return small_config(getattr(transformers, f"{prefix}Config"), SIZES, **{**settings, **overrides})
 

@@ -33,6 +33,7 @@ from accel.capture import (
 from accel.config import ExportConfig, QuantizeConfig, matched_layers
 from accel.errors import ConfigError, QuantizeError
 from accel.interfaces.protocols import Batches
+from accel.interfaces.task_registry import task_spec
 
 from .blocks import hidden
 from .static import integer_layers, observed, static_config, traced
@@ -66,6 +67,7 @@ class CompressorQuantizer:
         excluded = _excluded(source, config.exclude)
         static = config.scheme == "static-int8"
         if static:
+            _check_parts(artifact, source)
             model, layers = _static(source, config, batches, excluded)
         else:
             settings = weight_config(config, excluded, str(artifact.path))
@@ -111,6 +113,28 @@ def _static(
     for name, layer in layers.items():
         model.set_submodule(name, layer)
     return model, list(layers)
+
+
+def _check_parts(artifact: Artifact, source: Source) -> None:
+    """Raise if a graph of the artifact has inputs that the calibration would leave out.
+
+    SAM also runs without points. But then the activation ranges of its mask decoder would not be those of real points.
+
+    Raises:
+        QuantizeError: A graph reads an input that is neither an input of the traced model nor an output of another graph.
+    """
+    if task_spec(artifact.task).generates or len(artifact.components) < 2:
+        return
+    available = {*source.example, *(spec.name for component in artifact.components for spec in component.outputs)}
+    for component in artifact.components:
+        missing = [spec.name for spec in component.inputs if spec.name not in available]
+        if missing:
+            raise QuantizeError(
+                f"Neural Compressor calibrates the model only with the inputs {', '.join(source.example)}, but the part "
+                f"{component.name!r} of {source.architecture} also reads {', '.join(missing)}. So the measured activation ranges would "
+                "be wrong.",
+                fix="use weight-int8 or weight-int4, which need no calibration data.",
+            )
 
 
 def _check_calls(source: Source, batch: dict[str, torch.Tensor]) -> None:

@@ -411,15 +411,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not support symmetric"
     ),
-    # Calibration batches contain the inputs of the model but no KV cache. The decoder graphs also have the KV cache as
-    # inputs.
+    # The calibration batches of the matrix fit only the first graph of a model. In image-text-to-text, the first graph
+    # reads one image per call.
     Refusal(
-        lambda c: (
-            (c.generates or _has_parts(c.task))
-            and c.quantizer in ("cpu", "cuda", "tensorrt")
-            and c.scheme.startswith("static")
-        ),
-        "the graph also takes",
+        lambda c: _has_parts(c.task) and c.quantizer in ("cpu", "cuda", "tensorrt") and c.scheme.startswith("static"),
+        "the graph also needs|does not run on a calibration batch",
         takes_long=True,
     ),
     Refusal(
@@ -435,9 +431,15 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda c: (
             c.quantizer == "neural-compressor"
             and c.scheme == "static-int8"
-            and c.task in ("automatic-speech-recognition", "image-to-text", "image-text-to-text", "mask-generation")
+            and c.task in ("automatic-speech-recognition", "image-to-text", "image-text-to-text")
         ),
         "cannot be called with a batch of the calibration data",
+        takes_long=True,
+    ),
+    # Neural Compressor calibrates SAM with images only, but SAM's mask decoder also reads points.
+    Refusal(
+        lambda c: c.quantizer == "neural-compressor" and c.scheme == "static-int8" and c.task == "mask-generation",
+        "calibrates the model only with the inputs",
         takes_long=True,
     ),
     Refusal(

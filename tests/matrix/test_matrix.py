@@ -115,8 +115,8 @@ def left_out() -> dict[Refusal, Case]:
         return len(settings) <= 1 and (plain or case.task in tasks[-2:])
 
     tasks = (
-        "text-classification", "text-generation", "text2text-generation", "image-classification", "mask-generation",
-        "table-question-answering", "keypoint-matching",
+        "text-classification", "text-generation", "text2text-generation", "image-classification", "image-to-text",
+        "mask-generation", "table-question-answering", "keypoint-matching",
     )  # fmt: skip
     cases: dict[Refusal, Case] = {}
     for case in combined(sorted(specs(), key=lambda spec: spec.name in COMPILES), tasks, keeps=is_short):

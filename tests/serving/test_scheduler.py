@@ -380,3 +380,10 @@ def test_families_and_backends(engine: Engines, generator: Callable[..., Artifac
         for tokens in [served.submit(p, GenerationOptions(max_new_tokens=n)) for p, n in zip(PROMPTS, NEW, strict=True)]
     ]
     assert generated == [alone(opened, prompt, new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
+
+
+def test_encoder_decoder_error_counts_only_new_tokens(engine: Engines, generator: Callable[..., Artifact]) -> None:
+    served = engine(accel.ORTModelForSeq2SeqLM.from_pretrained(generator("bart").path))
+    with pytest.raises(InputError, match="asks for 100000 new tokens, but the decoder can generate at most") as refused:
+        served.submit([5] * 3, GenerationOptions(max_new_tokens=100000))
+    assert "prompt has" not in str(refused.value)

@@ -130,6 +130,16 @@ def test_custom_embedding_classes_have_bounds() -> None:
     assert has_position_table(model, 34)
 
 
+def test_positions_of_lxmert_start_at_zero() -> None:
+    """LXMERT's position table has a padding index, but unlike in RoBERTa, positions do not start after it."""
+    config = transformers.LxmertConfig(
+        **TINY, l_layers=1, x_layers=1, r_layers=1, num_qa_labels=2, num_object_labels=2, num_attr_labels=2
+    )
+    assert max_sizes_of(transformers.LxmertModel(config), TEXT) == {"sequence": config.max_position_embeddings}
+    roberta = transformers.RobertaModel(transformers.RobertaConfig(**{**TINY, "max_position_embeddings": 34}))
+    assert max_sizes_of(roberta, TEXT) == {"sequence": 32}
+
+
 def test_bigbird_computes_its_own_token_types() -> None:
     """BigBird's question answering head computes token types from the separator token; its other heads do not."""
     torch.manual_seed(0)

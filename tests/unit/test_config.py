@@ -10,7 +10,7 @@ import pickle
 import pytest
 
 from accel import errors
-from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions, available_processors
+from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig, SessionOptions, available_processors, fitted
 from accel.errors import AccelError, ConfigError
 from accel.interfaces.specs import DeviceSpec
 
@@ -101,3 +101,8 @@ def test_available_processors_follow_the_cgroup(monkeypatch: pytest.MonkeyPatch,
     assert available_processors() == 2
     quota.write_text("max 100000\n")
     assert available_processors() == 64
+
+
+def test_object_hint_accepts_every_value() -> None:
+    values = (True, 3, "text", None, [1])
+    assert tuple(fitted("name", value, object) for value in values) == values

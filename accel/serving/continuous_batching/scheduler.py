@@ -174,6 +174,11 @@ class Scheduler:
                 f"The request asks for {requested} new tokens, but at most {most} are allowed.",
                 fix="ask for fewer new tokens, or raise the limit (max_new_tokens=..., --max-new-tokens).",
             )
+        if self._behind_encoder and requested is not None and requested > room:
+            raise InputError(
+                f"The request asks for {requested} new tokens, but the decoder can generate at most {room} tokens for a prompt.",
+                fix="ask for fewer new tokens.",
+            )
         if room < 1 or (requested is not None and requested > room):
             raise InputError(
                 f"The prompt has {len(ids)} tokens{f' and the request asks for {requested} new tokens' if requested else ''}, but prompt "

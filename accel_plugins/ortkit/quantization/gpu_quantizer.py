@@ -109,6 +109,11 @@ def check(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feed
                 "pairs, for TensorRT.",
                 fix=f"leave {name}=... out.",
             )
+    if config.smooth_quant is not None:
+        raise ConfigError(
+            f"Quantization for GPUs does not support smooth_quant={config.smooth_quant!r}.",
+            fix="leave smooth_quant=... out, or quantize with backend='cpu' or 'openvino'.",
+        )
     for operator in config.operators or ():
         check_operator(operator, (*OPERATORS, ATTENTION))
     if artifact.dtype not in ("float32", "float16"):
