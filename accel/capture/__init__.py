@@ -16,7 +16,7 @@ from ..upstream.cache_names import CACHE_NAME as CACHE_NAME
 from ..upstream.cache_names import CACHE_NAMES as CACHE_NAMES
 from ..upstream.cache_names import cache_argument as cache_argument
 from ..upstream.library_output import quiet as quiet
-from ..upstream.onnx_exporter import make_rewrites_exact as make_rewrites_exact
+from ..upstream.onnx_exporter import prepare_rewriter as prepare_rewriter
 from .cached_attention import FusedAttention as FusedAttention
 from .generation_graphs import encoder_output as encoder_output
 from .generation_graphs import split as split

@@ -24,7 +24,7 @@ from ..upstream.exporter_tables import (
     without_telemetry,
 )
 from ..upstream.library_output import quiet
-from ..upstream.onnx_exporter import make_rewrites_exact, parse_operators_once, release_traced_graphs
+from ..upstream.onnx_exporter import parse_operators_once, prepare_rewriter, release_traced_graphs
 from ..upstream.replaced_attributes import replaced_attributes
 from ..upstream.symbolic_sizes import DATA_DEPENDENT, formula
 from .graph_names import graph_name, rename_axes, strip_provenance
@@ -57,7 +57,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     """
     from transformers.exporters import OnnxConfig, OnnxExporter
 
-    make_rewrites_exact()
+    prepare_rewriter()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
     with recurrent(source.model), symbolic_operators():

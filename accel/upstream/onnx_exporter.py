@@ -4,6 +4,7 @@
 |---|---|---|
 | `onnxscript.rewriter.rules.common._no_op.rules`, patterns' `_target_pattern`, `_abs_tol`, `_rel_tol` | 0.7 | none |
 | `onnxscript.rewriter._DEFAULT_REWRITE_RULES`, matchers' `_graph`, `_match`, `_current_node` | 0.7 | none |
+| rules' `try_rewrite` and `_target_pattern.output_nodes` | 0.7 | none |
 | `torch.fx.experimental.proxy_tensor._FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT` | torch 2.13 | none |
 | `onnxscript.TracedOnnxFunction.function_ir` as a property that is not cached | 0.7 | none |
 """
@@ -12,15 +13,21 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 
 @functools.cache
-def make_rewrites_exact() -> None:
-    """Make onnxscript remove `x + 0` and `x * 1` only for exactly 0 and 1. Call this before its optimizer runs.
+def prepare_rewriter() -> None:
+    """Make onnxscript's rewrite rules exact and fast. Call this before its optimizer runs.
 
-    The rules of onnxscript 0.7 also accept numbers up to 1e-8 as 0, and numbers up to 1.00001 as 1. They remove the epsilon of
-    an RMSNorm with the value 1e-8 (Helium). Padding tokens, whose embeddings are zero, then become NaN.
+    The rules of onnxscript 0.7 remove `x + y` for numbers `y` up to 1e-8, and `x * y` for numbers `y` from 0.99999 to 1.00001.
+    They remove the epsilon of an RMSNorm with the value 1e-8 (Helium). Padding tokens, whose embeddings are zero, then become
+    NaN. The rules now remove only exactly 0 and 1.
+
+    onnxscript 0.7 tries each of its 46 rules at each node, and one of the rules reads the whole graph at each node. A rule is
+    now tried only at nodes with the operator type of its result.
     """
+    from onnxscript import rewriter
     from onnxscript.rewriter.rules.common import _no_op
 
     for rule in _no_op.rules:
@@ -28,6 +35,13 @@ def make_rewrites_exact() -> None:
             for value in node.inputs:
                 if hasattr(value, "_abs_tol"):
                     value._abs_tol = value._rel_tol = 0.0
+    for rule in rewriter._DEFAULT_REWRITE_RULES:
+        operator = rule._target_pattern.output_nodes[0].op_type
+        rule.try_rewrite = functools.partial(_try_at, operator, rule.try_rewrite)
+
+
+def _try_at(operator: str, try_rewrite: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+    return try_rewrite(model, graph, node, **options) if node.op_type == operator else None
 
 
 @functools.cache

@@ -177,7 +177,7 @@ def test_rewrite_rules_of_onnxscript() -> None:
     from onnxscript import rewriter
     from onnxscript.rewriter.rules.common import _no_op
 
-    onnx_exporter.make_rewrites_exact()
+    onnx_exporter.prepare_rewriter()
     values = [value for rule in _no_op.rules for node in rule._target_pattern for value in node.inputs]
     assert {value._abs_tol for value in values if hasattr(value, "_abs_tol")} == {0.0}
     onnx_exporter.parse_operators_once()

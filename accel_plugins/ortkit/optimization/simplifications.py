@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
-from accel.capture import make_rewrites_exact
+from accel.capture import prepare_rewriter
 
 from ..graph.analysis import Dim, bounds, dims, producer, shape_value
 from ..graph.editing import NewNodes, add_initializer, constant, nodes, replace_value, root_graph
@@ -29,7 +29,7 @@ def fold_constants(model: ir.Model) -> int:
 
     if any(node.op_type == "If" for node in model.graph):
         return 0
-    make_rewrites_exact()
+    prepare_rewriter()
     node_count = count_nodes(model)
     optimize(model)
     return node_count - count_nodes(model)
