@@ -13,7 +13,7 @@ from ..interfaces.family import Axes, Family, ModelPart
 from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.wrapper import Tensors, Wrapper
 
-_POINTS, _EACH = 5, 4  # Masks per image and points per mask in the sample.
+_MASKS, _POINTS_PER_MASK = 5, 4  # Masks per image and points per mask in the sample.
 # Labels of foreground, background, exclusion and padding points.
 _LABELS = (1, 0, -1, -10)
 
@@ -61,8 +61,8 @@ class Sam(Family):
         pixels = example["pixel_values"]
         batch, _, height, width = pixels.shape
         points: Tensors = {
-            "input_points": torch.rand((batch, _POINTS, _EACH, 2)) * torch.tensor([width, height]),
-            "input_labels": torch.tensor(_LABELS).expand(batch, _POINTS, _EACH).contiguous(),
+            "input_points": torch.rand((batch, _MASKS, _POINTS_PER_MASK, 2)) * torch.tensor([width, height]),
+            "input_labels": torch.tensor(_LABELS).expand(batch, _MASKS, _POINTS_PER_MASK).contiguous(),
         }
         encoder = _ImageEncoder(model).eval()
         with torch.inference_mode():

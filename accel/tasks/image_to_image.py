@@ -56,7 +56,7 @@ class PixelErrorPredictor(PicturePredictor):
 
 
 class ImageToImage(Task):
-    """The task `image-to-image`: generation of an image from an image, such as a larger image."""
+    """The task `image-to-image`: generation of an image from an image, such as the same image with a higher resolution."""
 
     model = ORTModelForImageToImage
 

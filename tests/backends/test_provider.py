@@ -300,9 +300,9 @@ def test_shape_operators_on_cpu_do_not_warn(caplog: pytest.LogCaptureFixture) ->
 
 def test_missing_library_is_reported_with_remedy(open_with: Callable[..., Any]) -> None:
     reason = FromLibrary().probe().reasons[0]
-    assert "there is no library /nowhere/libprovider.so" in reason.message
+    assert "there is no file /nowhere/libprovider.so" in reason.message
     assert reason.remedy == "pip install azure"
-    with pytest.raises(BackendUnavailableError, match="there is no library") as info:
+    with pytest.raises(BackendUnavailableError, match="there is no file") as info:
         open_with(FromLibrary())
     assert info.value.fix == "pip install azure"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("accel", "accel_plugins", "distributions", "examples", "benchmarks")
+FOLDERS = ("accel", "accel_plugins", "distributions", "examples", "benchmarks", "docs", "tests")
 WORDS = {
     *("one", "made", "found", "given", "held", "own", "beside", "kept", "seen", "taken", "said", "asked", "wanted"),
     *("known", "told", "whole"),

@@ -17,7 +17,7 @@ import transformers
 import accel
 from accel.errors import InputError
 from accel.testing.models import rescale
-from tests.triton.made import graph
+from tests.triton.small_artifacts import graph
 
 SIZES: dict[str, Any] = {
     "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,

@@ -162,7 +162,7 @@ class Case:
         return replace(self.exported, optimizer=self.optimizer, level=self.level, enable=self.enable)
 
     @property
-    def made(self) -> Case:
+    def without_run(self) -> Case:
         """The case without its run: only the steps that make the artifact."""
         return replace(self, runner="", device="", option="")
 
@@ -568,7 +568,9 @@ def stages(case: Case) -> dict[str, float]:
     if case.level:
         seconds[str(case.optimized)] = 0.7
     if case.scheme:
-        seconds[str(case.made)] = 3.0 if case.quantizer == "openvino" and case.scheme.startswith("static") else 0.7
+        seconds[str(case.without_run)] = (
+            3.0 if case.quantizer == "openvino" and case.scheme.startswith("static") else 0.7
+        )
     return seconds
 
 

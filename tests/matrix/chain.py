@@ -111,7 +111,7 @@ class Chains:
     ) -> None:
         self._shared = shared
         self._folder = tiny_folder
-        self._artifact = tiny_artifact
+        self._tiny_artifact = tiny_artifact
         self._generator = generator
         self._expected: dict[tuple[str, tuple[int, int] | None], tuple[Any, dict[str, torch.Tensor]]] = {}
         self._failed: dict[str, Exception] = {}
@@ -157,13 +157,13 @@ class Chains:
         if plain and family in GENERATORS:
             return self._generator(family, case.exporter)
         if plain and case.exporter == "cpu":
-            return self._artifact(family, case.task)
+            return self._tiny_artifact(family, case.task)
         if case.generates and case.dtype != "float32":
             # Tiny generators have large random weights, so their rounding errors exceed the usual tolerance of an
             # export.
             how = {"atol": 100.0, **how}
         name = f"{family}-{case.task}-{case.exporter}" if plain else f"matrix-{_digest(case.exported)}"
-        return self._made(
+        return self._saved(
             name,
             lambda out: export(
                 self.source(case.task), out, task=case.task, backend=case.exporter, format=case.format,
@@ -176,7 +176,7 @@ class Chains:
         start = self.exported(case)
         if not case.level:
             return start
-        return self._made(
+        return self._saved(
             f"matrix-{_digest(case.optimized)}",
             lambda out: optimize(
                 start, out, level=case.level, backend=case.optimizer, atol=_atol(case),
@@ -184,7 +184,7 @@ class Chains:
             ),
         )  # fmt: skip
 
-    def made(self, case: Case) -> Artifact:
+    def artifact(self, case: Case) -> Artifact:
         """Return the artifact that a case runs."""
         start = self.optimized(case)
         if not case.scheme:
@@ -198,8 +198,8 @@ class Chains:
         algorithms = ("gptq", "awq") if case.quantizer == "neural-compressor" else ("gptq",)
         needed = case.scheme.startswith("static") or how.get("algorithm") in algorithms or "scale_estimation" in how
         data = calibration(start) if needed else None
-        return self._made(
-            f"matrix-{_digest(case.made)}",
+        return self._saved(
+            f"matrix-{_digest(case.without_run)}",
             lambda out: quantize(
                 start, out, calibration=data, backend=case.quantizer, config=QuantizeConfig.from_dict(how),
             ),
@@ -224,12 +224,12 @@ class Chains:
         """Return the result of `accel.validate` for a case. The result is cached without the session options, because
         validation ignores them.
         """
-        key = _digest(case.made) + case.runner + case.device
+        key = _digest(case.without_run) + case.runner + case.device
         if key not in self._valid:
             self._valid[key] = validate(folder, backend=case.runner, device=placed(case.device))
         return self._valid[key]
 
-    def _made(self, name: str, make: Callable[[Path], object]) -> Artifact:
+    def _saved(self, name: str, make: Callable[[Path], object]) -> Artifact:
         if name in self._failed:
             raise self._failed[name]
         try:

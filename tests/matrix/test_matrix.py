@@ -76,7 +76,7 @@ def test_chain(case: Case, chains: Chains, tmp_path: Path) -> None:
     source, expected = chains.expected(case)
     if reason := misread_by_the_processor(case, source):
         pytest.skip(reason)
-    artifact = chains.made(case)
+    artifact = chains.artifact(case)
     assert (artifact.task, artifact.manifest.quantization is not None) == (case.task, bool(case.scheme))
     feeds = chains.inputs(case)
     mask = kept_tokens(feeds)
@@ -146,7 +146,7 @@ def test_refused_combination_raises(number: int, chains: Chains, tmp_path: Path)
         pytest.skip(refusal_of_case.unless)
     assert case is not None, "nothing declares it any more: leave the refusal out"
     with pytest.raises(AccelError, match=refusal_of_case.message):
-        answers(chains.opened(case, chains.made(case), tmp_path), chains.inputs(case))
+        answers(chains.opened(case, chains.artifact(case), tmp_path), chains.inputs(case))
 
 
 NOT_MADE_HERE = {

@@ -61,7 +61,7 @@ def test_outputs_are_equal_in_another_process(chains: Chains, tmp_path: Path) ->
         case = Case(**(PLAIN | changes))
         folder = tmp_path / name
         folder.mkdir()
-        model = model_class(case.task)(chains.made(case), backend=case.runner)
+        model = model_class(case.task)(chains.artifact(case), backend=case.runner)
         model.save_pretrained(folder / "model")
         feeds = chains.inputs(case)
         outputs = model(**feeds)

@@ -31,7 +31,7 @@ from accel.serving.batch.batch_run import batch
 from accel.serving.operations import Operation
 from accel.testing.models import POSITIONS
 from tests.serving.conftest import Gate, close
-from tests.triton.made import graph
+from tests.triton.small_artifacts import graph
 
 Served = Callable[[str], accel.ORTModel]
 Gated = tuple[accel.ORTModel, Gate]

@@ -264,9 +264,9 @@ class _Run:
             if stage in (QUANTIZE, ROWS_INT8) and limit < apart < math.inf:
                 # Accept the difference that int8 rounding alone causes in PyTorch, plus a quarter of it for
                 # quantization grids that were not tested.
-                limit = max(limit, 1.25 * largest_error(self.model, self._asked(stage)))
+                limit = max(limit, 1.25 * largest_error(self.model, self._questions(stage)))
             if stage in (EXPORT, OPTIMIZE, ROWS) and limit < apart < math.inf:
-                limit = max(limit, accepted_rounding(own_error(self.model, self._asked(stage))))
+                limit = max(limit, accepted_rounding(own_error(self.model, self._questions(stage))))
             if not apart <= limit:
                 status, reason = WRONG, f"differs by {apart:.2g} of the largest value, more than {limit:.2g}"
                 if stage == GENERATE:
@@ -307,7 +307,7 @@ class _Run:
             for session in opened.sessions.values():
                 session.close()
 
-    def _asked(self, stage: str) -> list[Question]:
+    def _questions(self, stage: str) -> list[Question]:
         """Return the questions (inputs with expected outputs) with which the effect of rounding is measured."""
         if stage not in (ROWS, ROWS_INT8):
             return self.asked

@@ -96,7 +96,7 @@ def run(
     """
     waiting = []
     for pair in _longest_first(pairs, store):
-        recorded = store.known(pair, backends, digests)
+        recorded = store.recorded_cells(pair, backends, digests)
         if backends and recorded >= cells_of(pair, backends, stages):
             advance(pair)
         else:

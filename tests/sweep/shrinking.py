@@ -225,8 +225,8 @@ def _small_sequence(name: str, values: list[int]) -> list[int]:
 
 
 def _fit_heads(values: dict[str, Any], default: Any, canonical: Mapping[str, str]) -> None:
-    """Set the number of key-value heads. As in the default config, it equals the number of heads, is smaller, or is
-    one.
+    """Set the number of key-value heads. If it equals the number of heads in the default config, if it is smaller, or if it is
+    one, the same is true after the change.
     """
     for name in list(values):
         if not re.search(r"(num_kv_heads|num_key_value_heads|_key_value_heads|_kv_heads|n_head_kv)$", name):

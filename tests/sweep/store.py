@@ -121,7 +121,7 @@ class Store:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.path)
 
-    def known(self, pair: Pair, backends: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:
+    def recorded_cells(self, pair: Pair, backends: Sequence[str], digests: Mapping[str, str]) -> set[tuple[str, str]]:
         """Return the (backend, stage) combinations of a pair (architecture and task) whose results the current code has
         produced.
         """

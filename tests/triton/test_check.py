@@ -15,7 +15,7 @@ import pytest
 from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError
 
-from .made import make_artifact
+from .small_artifacts import make_artifact
 
 pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 

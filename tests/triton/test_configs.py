@@ -16,7 +16,7 @@ import pytest
 from accel.artifact import Artifact
 from accel.errors import AccelError, ConfigError, OutputFolderError, TaskError
 
-from .made import LABELS, make_artifact
+from .small_artifacts import LABELS, make_artifact
 
 pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 
@@ -57,7 +57,8 @@ def artifact_for(folder: Path, task: str, **changes: Any) -> Path:
     ],
 )
 def test_configurations_equal_the_golden_files(tmp_path: Path, backend: str, task: str) -> None:
-    """Compare the front model of each task (the model that accepts texts) and the graph model of each backend.
+    """Compare the configuration files of two Triton models with stored files: of the front model of each task, which accepts
+    texts, and of the graph model of each backend.
     `ACCEL_GOLDEN=write` updates the golden files.
     """
     changes, settings = BACKENDS[backend]

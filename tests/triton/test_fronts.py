@@ -21,7 +21,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 
-from .made import make_artifact
+from .small_artifacts import make_artifact
 
 pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 

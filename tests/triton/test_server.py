@@ -27,8 +27,8 @@ from accel.deploying.triton import check, deploy
 from accel.errors import SessionError
 from accel.testing.models import save_tiny
 
-from .made import make_artifact
 from .server import VARIABLE, Installation, TritonServer, find_server, shadow
+from .small_artifacts import make_artifact
 
 grpc_client = pytest.importorskip("tritonclient.grpc", reason="the extra triton is not installed")
 http_client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

@@ -252,7 +252,8 @@ class Scheduler:
             reading = self._reading[0]
             before = reading.left
             if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
-                # Postpone this prompt and read it at once after the next step, because reading in chunks is rounded differently.
+                # Read this prompt after the next step, in a single call. In calls with a part of the prompt each, the logits
+                # would be rounded differently.
                 break
             try:
                 logits = reading.advance(budget)

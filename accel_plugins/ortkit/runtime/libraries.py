@@ -36,7 +36,9 @@ def register_library(provider: str, path: Path) -> None:
                 )
             return
         if not library.is_file():
-            raise BackendUnavailableError(f"The library of {provider} was not found: there is no library {library}")
+            raise BackendUnavailableError(
+                f"The library of {provider} cannot be loaded, because there is no file {library}"
+            )
         earlier_names = {device.ep_name for device in ort.get_ep_devices()}
         try:
             ort.register_execution_provider_library(provider, str(library))
