@@ -300,7 +300,8 @@ def test_threads_fall_back_to_eager_if_compiled_code_is_slower(monkeypatch: pyte
     model = tiny_model("bert").eval()
     expected = answer(model, **inputs())
     accel.accelerate(model)
-    assert all(torch.equal(output, expected) for output in at_once(8, lambda: answer(model, **inputs())))
+    # On a busy machine, PyTorch may use fewer threads for a product, and then adds in another order.
+    assert all(torch.allclose(output, expected, atol=1e-6) for output in at_once(8, lambda: answer(model, **inputs())))
     assert model.acceleration.report()[0]["state"] == "eager"
 
 

@@ -119,9 +119,7 @@ def test_cache_of_another_model_is_refused(models: tuple[Any, Any]) -> None:
 def test_dynamic_cache_without_encoder_output_is_refused(generator: Any) -> None:
     model = accel.ORTModelForSeq2SeqLM(generator("bart"))
     for cache in (DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())):
-        with pytest.raises(
-            InputError, match=f"is a {type(cache).__name__} of transformers, which this encoder-decoder"
-        ):
+        with pytest.raises(InputError, match=f"is a {type(cache).__name__} of transformers, which this model cannot"):
             model(input_ids=IDS, decoder_input_ids=IDS[:, :1], past_key_values=cache)
 
 
