@@ -1,4 +1,6 @@
-"""List and remove the cache entries under `ACCEL_HOME`: exports made by `from_pretrained`, and results of searches."""
+"""List and remove the cache entries under `ACCEL_HOME`: exports made by `from_pretrained`, configs and tokenizers of GGUF files,
+and results of searches.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
+from .gguf_files import GGUF_MODELS
 from .home_folder import SEARCHES, accel_home, keeping
 from .writing import STAGING_PREFIX, discard, locked_file, remove_stale
 
@@ -35,7 +38,7 @@ class CacheEntry:
 
 def entries() -> list[CacheEntry]:
     """Return all cache entries, exports first."""
-    return [*_exports(), *_searches()]
+    return [*_exports(), *_gguf_models(), *_searches()]
 
 
 def clear(name: str | None = None) -> list[CacheEntry]:
@@ -75,7 +78,12 @@ def clear(name: str | None = None) -> list[CacheEntry]:
             else:
                 removed.remove(entry)
     # Remove leftovers of a `clear` call that was killed.
-    for folder in (accel_home(), accel_home() / "exports", accel_home() / SEARCHES / "artifacts"):
+    for folder in (
+        accel_home(),
+        accel_home() / "exports",
+        accel_home() / GGUF_MODELS,
+        accel_home() / SEARCHES / "artifacts",
+    ):
         remove_stale(folder)
     if name is None:
         for remembered in ("verified.json", "forms.json"):
@@ -119,11 +127,18 @@ def _is_free(lock: Path) -> bool:
 
 
 def _exports() -> Iterator[CacheEntry]:
-    folder = accel_home() / "exports"
+    return _folders(accel_home() / "exports", "export made by from_pretrained")
+
+
+def _gguf_models() -> Iterator[CacheEntry]:
+    return _folders(accel_home() / GGUF_MODELS, "config and tokenizer of a GGUF file")
+
+
+def _folders(folder: Path, what: str) -> Iterator[CacheEntry]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         # Skip temporary folders: another process is still writing them.
         if path.is_dir() and not path.name.startswith(STAGING_PREFIX):
-            yield CacheEntry(name=path.name, what="export made by from_pretrained", path=path, bytes=_size(path))
+            yield CacheEntry(name=path.name, what=what, path=path, bytes=_size(path))
 
 
 def _searches() -> Iterator[CacheEntry]:
@@ -138,4 +153,4 @@ def _searches() -> Iterator[CacheEntry]:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())

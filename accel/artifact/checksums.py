@@ -186,6 +186,12 @@ def remember(name: str, results: Mapping[str, object]) -> None:
         logger.debug("cannot save the results of checks in %s: %s", name, error)
 
 
+def file_digest(path: Path) -> str:
+    """Return a file's SHA-256 checksum. Checksums of files over 1 MiB are cached, as in `folder_digest`."""
+    with _Checksums() as checksums:
+        return checksums.of(path, path.stat())
+
+
 def folder_digest(folder: Path) -> str:
     """Return a digest of the names and contents of a folder's files. Checksums of files over 1 MiB are cached by inode,
     size and modification times.

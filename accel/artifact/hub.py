@@ -39,12 +39,14 @@ class HubOptions:
     local_files_only: bool = False
     subfolder: str = ""
     trust_remote_code: bool = False
+    gguf_file: str | None = None
 
     def __post_init__(self) -> None:
         # Check the type: any non-empty string counts as true, even "False", and this option allows code from the
         # repository to run.
         check_type("trust_remote_code", self.trust_remote_code, (bool, NoneType))
         check_type("revision", self.revision, (str, NoneType))
+        check_type("gguf_file", self.gguf_file, (str, NoneType))
         check_type("subfolder", self.subfolder, (str, os.PathLike, NoneType))
 
 
@@ -167,6 +169,7 @@ def _download(name: str, options: HubOptions, want_graph: bool | None, choose_gr
                 want_graph=want_graph,
                 choose_graphs=choose_graphs,
                 manifest=manifest,
+                gguf_file=options.gguf_file,
             )
             patterns = [glob.escape(file) for file in chosen]
         folder = huggingface_hub.snapshot_download(

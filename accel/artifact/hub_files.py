@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
+from .gguf_files import GGUF
 from .manifest import MANIFEST
 
 # Extensions of small files of a model: configs, tokenizers, templates, processors.
@@ -38,6 +39,7 @@ def files_to_fetch(
     want_graph: bool | None,
     choose_graphs: Callable[[Sequence[str]], Sequence[str]] | None,
     manifest: Callable[[], Path],
+    gguf_file: str | None = None,
 ) -> list[str]:
     """Return the files to download: graphs with their external data, or weights in the best format; and configs,
     tokenizers and processors.
@@ -49,8 +51,12 @@ def files_to_fetch(
         choose_graphs: Function that chooses the graphs from the files of the model's folder. When `None`, all ONNX
             graphs in that folder and in its subfolder `onnx/`.
         manifest: Function that downloads the manifest of an artifact and returns its path.
+        gguf_file: A GGUF file in the model's folder. It contains the config and the tokenizer, so no other file is downloaded.
+            When `None`, the GGUF file of a repository that has neither graphs nor weights, if there is only one.
     """
     above = f"{subfolder.strip('/')}/" if subfolder else ""
+    if gguf_file is not None:
+        return [file for file in files if file == above + gguf_file]
     inside = [file.removeprefix(above) for file in files if file.startswith(above)]
     weights = _weights(inside)
     chosen: list[str] = []
@@ -60,7 +66,7 @@ def files_to_fetch(
     elif want_graph is not False:
         chosen = _graphs(inside, choose_graphs or _all_graphs, subfolders=not weights)
     if not chosen and want_graph is not True:
-        chosen = weights
+        chosen = weights or _only_gguf(inside)
     folders = {"", _TEMPLATES, *(_folder(file) for file in chosen)}
     small = [
         file
@@ -89,6 +95,12 @@ def _weights(files: Sequence[str]) -> list[str]:
         if weight_files := [file for file in all_of_it if usual.match(file)] or all_of_it:
             return weight_files
     return []
+
+
+def _only_gguf(files: Sequence[str]) -> list[str]:
+    """Return the GGUF file in the model's folder if there is exactly one."""
+    names = [file for file in files if file.endswith(GGUF) and "/" not in file]
+    return names if len(names) == 1 else []
 
 
 def _modules(files: Sequence[str]) -> list[str]:

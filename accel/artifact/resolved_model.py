@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .gguf_files import gguf_weights
 from .hub import HubOptions, Location
 from .manifest import Artifact
 from .writing import checkpoint_weights
@@ -63,8 +64,8 @@ class ResolvedModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the model has PyTorch weights."""
+        """Whether the model has PyTorch weights, or the weights of a GGUF file."""
         if self.kind in ("adapter", "module"):
             return True
         assert self.folder is not None
-        return bool(checkpoint_weights(self.folder))
+        return bool(checkpoint_weights(self.folder)) or gguf_weights(self.folder) is not None

@@ -20,6 +20,7 @@ from ..upstream.onnx_exporter import prepare_rewriter as prepare_rewriter
 from .cached_attention import FusedAttention as FusedAttention
 from .generation_graphs import encoder_output as encoder_output
 from .generation_graphs import split as split
+from .gguf_models import gguf_folder as gguf_folder
 from .graph_names import drop_unused_inputs as drop_unused_inputs
 from .graph_names import feeds_for as feeds_for
 from .graph_names import graph_name as graph_name

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..artifact.checksums import folder_digest, sha256
+from ..artifact.gguf_files import gguf_weights
 from ..artifact.hub import HubOptions, Location
 from ..artifact.json_reading import read_json
 from ..artifact.manifest import Origin
@@ -179,6 +180,11 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
         with quiet():
             if is_adapter(folder):
                 return _load_adapter(folder, spec, kwargs, hub)
+            if (gguf := gguf_weights(folder)) is not None:
+                kwargs |= {
+                    "gguf_file": gguf.name,
+                    "quantization_config": transformers.GgufConfig(dequantize=True),
+                }
             if (loaded := load_task(spec.name).load(folder, **kwargs)) is not None:
                 return loaded if weights else loaded.to("meta")
             if not spec.auto_model:

@@ -14,7 +14,9 @@ from .application import CommandResult, app, columns_of, pairs_of, subcommand
 
 @subcommand(app, epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder or PEFT adapter.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, transformers folder, PEFT adapter or GGUF file.")
+    ],
     out: options.Out,
     task: options.Task = None,
     backend: options.Backend = None,

@@ -128,10 +128,11 @@ class ORTModel(ModuleInterface, Saveable):
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
         trust_remote_code: bool = False,
+        gguf_file: str | None = None,
         use_cache: bool | None = None,
         **export_settings: Any,
     ) -> Self:
-        """Load a model from a Hub id, a transformers folder, an artifact, or a plain ONNX folder.
+        """Load a model from a Hub id, a transformers folder, an artifact, a plain ONNX folder, or a GGUF file.
 
         `ORTModel.from_pretrained` opens a model of any task, with the class of that task.
 
@@ -149,7 +150,7 @@ class ORTModel(ModuleInterface, Saveable):
             session_options: `SessionOptions`, or ONNX Runtime's own object.
             task: The task, for classes that support several tasks.
             config: A transformers config that replaces the config in the folder.
-            subfolder, revision, token, cache_dir, local_files_only, trust_remote_code: As in transformers.
+            subfolder, revision, token, cache_dir, local_files_only, trust_remote_code, gguf_file: As in transformers.
             file_name: File name of the graph in a plain ONNX folder. If the model has several graphs, the name of any of them.
             variant: Suffix of the graph file names, as in transformers.js folders: `quantized`, `q4`, `fp16`, ...
             use_cache: Default of `generate`'s `use_cache`, for generating models; by default, the KV cache is used.
@@ -167,7 +168,8 @@ class ORTModel(ModuleInterface, Saveable):
             export=export, backend=backend, device=device, provider=provider, providers=providers,
             provider_options=provider_options, session_options=session_options, task=task, config=config, subfolder=subfolder,
             file_name=file_name, variant=variant, revision=revision, token=token, cache_dir=cache_dir,
-            local_files_only=local_files_only, trust_remote_code=trust_remote_code, use_cache=use_cache, **export_settings,
+            local_files_only=local_files_only, trust_remote_code=trust_remote_code, gguf_file=gguf_file, use_cache=use_cache,
+            **export_settings,
         )  # fmt: skip
         return cls.from_plan(cls.plan(model_id, arguments), config=arguments.config, use_cache=arguments.use_cache)
 

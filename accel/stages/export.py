@@ -66,6 +66,7 @@ def export(
     subfolder: str = "",
     local_files_only: bool = False,
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
     **settings: Any,
 ) -> Artifact:
     """Export a model and compare the graph with PyTorch on five shapes. The output folder appears only if the
@@ -75,7 +76,7 @@ def export(
     the same dtype, and less than twice the weights plus 1 GiB if the model holds them in memory.
 
     Args:
-        model: Hub id, transformers folder, PEFT adapter folder, or a module in memory.
+        model: Hub id, transformers folder, PEFT adapter folder, GGUF file, or a module in memory.
         out: The output folder; must be missing or empty.
         task: The name of a task or a synonym; inferred from the config when `None`.
         backend: The backend that exports. When `None`, the default backend for `format`. A named backend may have its own
@@ -86,7 +87,7 @@ def export(
             padding, is extended.
         axes: Names of the dynamic axes of `sample`, by input name and axis index.
         processor: Tokenizer or processor to save next to a module in memory.
-        revision, token, cache_dir, subfolder, local_files_only, trust_remote_code: As in transformers.
+        revision, token, cache_dir, subfolder, local_files_only, trust_remote_code, gguf_file: As in transformers.
         **settings: Fields of `ExportConfig`.
 
     Raises:
@@ -106,6 +107,7 @@ def export(
         local_files_only=local_files_only,
         subfolder=subfolder,
         trust_remote_code=trust_remote_code,
+        gguf_file=gguf_file,
     )
     target = check_output(out, Path(model) if isinstance(model, str | os.PathLike) else None)
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)

@@ -27,7 +27,6 @@ _LIBRARIES: Mapping[str, tuple[str, str]] = {
     "config.cfg": ("spaCy", "use spaCy, or load the transformer that the spaCy model contains by its own Hub id."),
     "consolidated*.safetensors": ("mistral-common or Llama", "use the same model in the format of transformers."),
     "consolidated*.pth": ("mistral-common or Llama", "use the same model in the format of transformers."),
-    "*.gguf": ("llama.cpp", "use the transformers repository from which the GGUF file was created."),
     "*.nemo": ("NeMo", f"export the model with NeMo (`model.export(...)`). {_CUSTOM}."),
 }
 """File name patterns of models of other libraries, with the name of the library and the fix for the error message."""
@@ -45,7 +44,8 @@ def no_model(folder: Path) -> ArtifactNotFoundError:
     if checkpoint_weights(folder):
         return missing_config(folder)
     return ArtifactNotFoundError(
-        f"{folder} contains no model: it has neither config.json nor adapter_config.json.", fix="check the path."
+        f"{folder} contains no model: it has neither config.json nor adapter_config.json.",
+        fix="check the path. For a GGUF file in a Hub repository, pass gguf_file=...",
     )
 
 

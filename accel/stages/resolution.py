@@ -15,13 +15,14 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from ..artifact.gguf_files import GGUF, gguf_files
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import Kind, ResolvedModel
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
 from ..artifact.writing import checkpoint_weights
 from ..config import ExportConfig, check_type
-from ..errors import ArtifactNotFoundError, ConfigError, TaskError
+from ..errors import ArtifactNotFoundError, ConfigError, TaskError, did_you_mean
 from ..interfaces.task_registry import (
     any_graph_task,
     fitting_task,
@@ -55,11 +56,11 @@ def resolve(
     """Resolve a model. A Hub id is downloaded if it is not in the cache.
 
     Args:
-        model: Hub id, folder, artifact, accel model, or PyTorch module; or the path of a graph file in a folder or in a
-            Hub repository (`org/name/onnx/model_q4.onnx`).
+        model: Hub id, folder, artifact, accel model, or PyTorch module; or the path of a graph file or a GGUF file in a folder
+            or in a Hub repository (`org/name/onnx/model_q4.onnx`).
         task: The task, if it cannot be inferred from the model.
         default_task: The task of the class that loads the model, for folders without a recorded task.
-        hub: Options for downloads from the Hub.
+        hub: Options for downloads from the Hub, and the name of the GGUF file.
         file_name: The graph to open in a folder without a manifest of accel.
         variant: The graph to open, by the suffix of its name: `quantized`, `q4`, `fp16`, ...
         weights: Whether PyTorch weights are used even if the folder contains graphs.
@@ -92,6 +93,12 @@ def resolve(
             "The name of the model is empty.", fix="pass a Hub id or a folder. Pass `.` for the current folder."
         )
     weights = weights or export is True
+    if (file := _gguf_named(model)) is not None:
+        resolved = resolve(
+            file.model, task=task, default_task=default_task, hub=_inside(hub, file, gguf_file=file.file),
+            file_name=file_name, variant=variant, weights=weights, export=export,
+        )  # fmt: skip
+        return replace(resolved, id=os.fspath(model) if resolved.revision else resolved.id)
     named = _graph_named(model)
     if named is not None and not weights:
         if file_name is not None or variant is not None:
@@ -100,12 +107,23 @@ def resolve(
                 "another graph.",
                 fix="pass the folder of the graph, or leave file_name and variant out.",
             )
-        inside = "/".join(part for part in (hub.subfolder, named.subfolder) if part)
         resolved = resolve(
-            named.model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), file_name=named.file,
+            named.model,
+            task=task,
+            default_task=default_task,
+            hub=_inside(hub, named),
+            file_name=named.file,
             export=export,
-        )  # fmt: skip
+        )
         return replace(resolved, id=os.fspath(model))
+    if hub.gguf_file is not None:
+        if file_name is not None or variant is not None:
+            raise ConfigError(
+                f"gguf_file={hub.gguf_file!r} names PyTorch weights, so file_name={file_name!r} and variant={variant!r} cannot "
+                "choose a graph.",
+                fix="leave out gguf_file, or leave out file_name and variant.",
+            )
+        return _of_gguf(locate(model, hub, want_graph=False), hub.gguf_file, task, default_task, hub, export)
     location = locate(
         model,
         hub,
@@ -140,6 +158,14 @@ def resolve(
                 model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), export=export
             )
             return replace(resolved, id=location.id)
+    if not has_weights and not adapter and not checkpoint_weights(folder) and (found := gguf_files(folder)):
+        if len(found) > 1:
+            names = ", ".join(path.name for path in found[:5])
+            raise ConfigError(
+                f"{folder} contains {len(found)} GGUF files ({names}{', ...' if len(found) > 5 else ''}).",
+                fix=f"choose one of them: pass gguf_file={found[0].name!r}, or the path of the file.",
+            )
+        return _of_gguf(location, found[0].name, task, default_task, hub, export)
     if export is False:
         raise ArtifactNotFoundError(
             f"{folder} contains no exported graph, and export=False forbids exporting the model.",
@@ -158,6 +184,41 @@ def resolve(
     return replace(resolved, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
 
 
+def _of_gguf(
+    location: Location, name: str, task: str | None, default_task: str | None, hub: HubOptions, export: bool | None
+) -> ResolvedModel:
+    """Return a GGUF file as a resolved model, whose folder was written by accel and contains the config and the tokenizer."""
+    file = location.folder / name
+    if not file.is_file():
+        names = [path.name for path in gguf_files(location.folder)]
+        raise ArtifactNotFoundError(
+            f"{location.id} has no GGUF file {name!r}.{did_you_mean(name, names)}",
+            fix="check the argument gguf_file=..., or the name of the file.",
+        )
+    if export is False:
+        raise ArtifactNotFoundError(
+            f"{file} contains no exported graph, and export=False forbids exporting the model.",
+            fix="leave export out, or export the model first: `accel export MODEL OUT`.",
+        )
+    from ..capture import gguf_folder  # imports torch
+
+    folder = gguf_folder(file)
+    inside = "/".join(part for part in (location.id, hub.subfolder, name) if part)
+    return ResolvedModel(
+        kind="weights",
+        id=inside if location.revision else str(file),
+        task=_task_of_weights(folder, task, default_task, adapter=False),
+        folder=folder,
+        revision=location.revision,
+        hub=replace(hub, gguf_file=None, subfolder=""),
+    )
+
+
+def _inside(hub: HubOptions, named: _NamedFile, **changes: Any) -> HubOptions:
+    """Return the Hub options with the subfolder of a file that the user named."""
+    return replace(hub, subfolder="/".join(part for part in (hub.subfolder, named.subfolder) if part), **changes)
+
+
 def _tell_of_weights(artifact: Artifact) -> None:
     """Warn if an artifact's folder also contains PyTorch weights, because its graphs may have been made from other
     weights.
@@ -174,8 +235,8 @@ def _tell_of_weights(artifact: Artifact) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
-    """A graph file named by the user: the folder or Hub id, the subfolder if it has no config of its own, and the file
+class _NamedFile:
+    """A graph or GGUF file named by the user: the folder or Hub id, the subfolder if it has no config of its own, and the file
     name.
     """
 
@@ -184,7 +245,7 @@ class _Graph:
     file: str
 
 
-def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
+def _graph_named(model: str | os.PathLike[str]) -> _NamedFile | None:
     """Return the graph file that a model's name refers to, local or on the Hub; `None` if the name is not a graph file."""
     text = os.fspath(model)
     path = Path(text).expanduser()
@@ -193,11 +254,26 @@ def _graph_named(model: str | os.PathLike[str]) -> _Graph | None:
     if path.is_file():
         folder = path.absolute().parent
         has_config = (folder / "config.json").is_file() or not (folder.parent / "config.json").is_file()
-        return _Graph(*((str(folder), "") if has_config else (str(folder.parent), folder.name)), path.name)
+        return _NamedFile(*((str(folder), "") if has_config else (str(folder.parent), folder.name)), path.name)
+    return _in_repository(text)
+
+
+def _gguf_named(model: str | os.PathLike[str]) -> _NamedFile | None:
+    """Return the GGUF file that a model's name refers to, local or on the Hub; `None` if the name is not a GGUF file."""
+    path = Path(model).expanduser()
+    if path.suffix != GGUF or path.is_dir():
+        return None
+    if path.is_file():
+        return _NamedFile(str(path.absolute().parent), "", path.name)
+    return _in_repository(os.fspath(model))
+
+
+def _in_repository(text: str) -> _NamedFile | None:
+    """Return the file of a Hub repository that a name such as `org/name/file` refers to; `None` for other names."""
     parts = text.split("/")
     if len(parts) < 3 or text.startswith((".", "/", "~")):
         return None
-    return _Graph("/".join(parts[:2]), "/".join(parts[2:-1]), parts[-1])
+    return _NamedFile("/".join(parts[:2]), "/".join(parts[2:-1]), parts[-1])
 
 
 def _holding(file_name: str | None, folder: Path) -> Artifact | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from accel.artifact import Artifact, Component, Manifest, Step, TensorSpec, record_files, stamp_files, tool_versions
+from accel.artifact.gguf_files import GGUF_WEIGHTS
 from accel.capture import (
     AXIS_STEPS,
     IMAGE_AXES,
@@ -29,7 +30,14 @@ from accel.config import ExportConfig
 from accel.errors import ExportError
 from accel.interfaces.specs import WEIGHTS
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*", "*.index.json", "accel_quantized.json")
+_WEIGHTS = (
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model*",
+    "*.index.json",
+    "accel_quantized.json",
+    GGUF_WEIGHTS,
+)
 
 
 class WeightsExporter:

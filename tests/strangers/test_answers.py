@@ -295,7 +295,7 @@ def test_gliner_model_is_refused_by_name(folders: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "library"),
-    [("model_index.json", "Diffusers"), ("open_clip_config.json", "OpenCLIP"), ("tiny.Q4_K_M.gguf", "llama.cpp")],
+    [("model_index.json", "Diffusers"), ("open_clip_config.json", "OpenCLIP")],
 )
 def test_folders_of_other_libraries_are_refused_by_name(file: str, library: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text("{}")
