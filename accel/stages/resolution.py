@@ -158,14 +158,14 @@ def resolve(
                 model, task=task, default_task=default_task, hub=replace(hub, subfolder=inside), export=export
             )
             return replace(resolved, id=location.id)
-    if not has_weights and not adapter and not checkpoint_weights(folder) and (found := gguf_files(folder)):
-        if len(found) > 1:
-            names = ", ".join(path.name for path in found[:5])
+    if not has_weights and not adapter and not checkpoint_weights(folder) and (files := gguf_files(folder)):
+        if len(files) > 1:
+            names = ", ".join(path.name for path in files[:5])
             raise ConfigError(
-                f"{folder} contains {len(found)} GGUF files ({names}{', ...' if len(found) > 5 else ''}).",
-                fix=f"choose one of them: pass gguf_file={found[0].name!r}, or the path of the file.",
+                f"{folder} contains {len(files)} GGUF files ({names}{', ...' if len(files) > 5 else ''}).",
+                fix=f"choose one of them: pass gguf_file={files[0].name!r}, or the path of the file.",
             )
-        return _of_gguf(location, found[0].name, task, default_task, hub, export)
+        return _of_gguf(location, files[0].name, task, default_task, hub, export)
     if export is False:
         raise ArtifactNotFoundError(
             f"{folder} contains no exported graph, and export=False forbids exporting the model.",
