@@ -62,9 +62,7 @@ class Inputs:
                 "token_type_ids has values other than 0, but the model has only the token type 0.",
                 fix="leave token_type_ids out; the model's tokenizer does not return this input.",
             )
-        if name in self.ignored or (
-            name in _OUTPUT_FLAGS and (not value or name.removeprefix("output_") in self.returned)
-        ):
+        if name in self.ignored or (name in _OUTPUT_FLAGS and (not value or self._returns(name))):
             return
         names = sorted(self.names)
         if name in self.own_defaults:
@@ -91,6 +89,11 @@ class Inputs:
         raise InputError(
             f"The graph has no input {name!r}; its inputs are {names}.{likely}", fix=f"leave {name!r} out of the call."
         )
+
+    def _returns(self, flag: str) -> bool:
+        """Return whether the graph has the outputs of a flag. LXMERT returns `language_hidden_states` instead of `hidden_states`."""
+        output = flag.removeprefix("output_")
+        return any(name == output or name.endswith(f"_{output}") for name in self.returned)
 
     def _has_one_type(self) -> bool:
         text = self.config.get_text_config() if getattr(self.config, "model_type", "") else None

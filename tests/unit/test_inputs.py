@@ -61,3 +61,11 @@ def test_zero_token_types_are_refused_if_the_model_computes_others() -> None:
     assert inputs(names=graph).read(zeros)[0].keys() == {"input_ids"}
     with pytest.raises(InputError, match="exported without this input"):
         inputs(names=graph, model_inputs=("token_type_ids",)).read(zeros)
+
+
+@pytest.mark.parametrize("returned", ["hidden_states", "language_hidden_states", "encoder_hidden_states"])
+def test_output_flag_accepts_each_name_of_the_output(returned: str) -> None:
+    model = Inputs(frozenset(("input_ids",)), frozenset(), frozenset(), BERT, frozenset((returned,)))
+    assert model.read({**IDS, "output_hidden_states": True})[0].keys() == {"input_ids"}
+    with pytest.raises(InputError, match="exported without the output 'attentions'"):
+        model.read({**IDS, "output_attentions": True})
