@@ -520,6 +520,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "differ from the outputs of the original model",
         takes_long=True,
     ),
+    Refusal(
+        lambda c: (
+            (c.task, c.optimizer, c.dtype) == ("keypoint-matching", "cpu", "float16") and c.level in ("O2", "O3", "O4")
+        ),
+        "output 'matches' of the new graph",
+        takes_long=True,
+    ),
     # In PyTorch, negative indices count from the end. OpenVINO's converter handles negative indices differently if
     # several axes are indexed at once.
     Refusal(
