@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -233,7 +233,7 @@ class EmbeddingOperation(Operation):
             """Body of `/embed`. Texts longer than the model's limit are truncated unless `truncate` is false."""
 
             model: str | None = None
-            inputs: str | TokenIds | list[str | TokenIds] = Field(min_length=1)
+            inputs: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
             normalize: bool = True
             truncate: bool | None = None
             truncation_direction: Direction = "right"

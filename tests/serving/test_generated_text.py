@@ -61,6 +61,15 @@ def test_chat_requires_a_template(model: Any) -> None:
             engine.encode([{"role": "odd", "content": ""}])
 
 
+def test_empty_prompt_needs_special_tokens(model: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    with GenerationEngine(model, tokenizer) as engine:
+        assert engine.encode("") == tokenizer("")["input_ids"]
+        tokenizer.backend_tokenizer.post_processor = None
+        with pytest.raises(InputError, match="adds no token"):
+            engine.encode("")
+
+
 def test_stop_string_is_not_split_into_letters() -> None:
     assert GenerationOptions(stop="card").stop == ("card",)  # type: ignore[arg-type]  # users pass a string
     assert GenerationOptions(stop=["card", "pay"]).stop == ("card", "pay")  # type: ignore[arg-type]

@@ -74,6 +74,20 @@ def test_endpoints_return_pipeline_results(
     assert close(post(client, path, model=model, **body), expected)
 
 
+@pytest.mark.parametrize(
+    ("path", "model", "name"),
+    [
+        ("/ner", "tags", "inputs"),
+        ("/embed", "vectors", "inputs"),
+        ("/v1/embeddings", "vectors", "input"),
+        ("/tokenize", "labels", "inputs"),
+    ],
+)
+def test_text_may_be_empty_but_a_list_of_texts_may_not(path: str, model: str, name: str, client: TestClient) -> None:
+    for value, status in (("", 200), ([""], 200), ([], 422)):
+        assert client.post(path, json={"model": model, name: value}).status_code == status
+
+
 def test_rerank(client: TestClient, served: Served) -> None:
     documents = ["the bank", "i lost my card", "help"]
     answer = post(client, "/rerank", query="where is my card", documents=documents, top_n=2, return_documents=True)

@@ -98,10 +98,14 @@ class GenerationEngine:
             InputError: The prompt is empty, has an unsupported type, or the chat template rejects the messages.
         """
         if isinstance(prompt, str):
-            if not prompt:
-                raise InputError("The prompt is an empty text.", fix="pass a text with at least one character.")
             with self._encoding:
-                return list(self.tokenizer(prompt)["input_ids"])
+                tokens = list(self.tokenizer(prompt)["input_ids"])
+            if not prompt and not tokens:
+                raise InputError(
+                    "The prompt is an empty text, and the tokenizer adds no token to it.",
+                    fix="pass a text with at least one character.",
+                )
+            return tokens
         if hasattr(prompt, "tolist"):
             # The prompt is a tensor or an array of token ids.
             prompt = prompt.tolist()

@@ -177,7 +177,7 @@ class ChatBody(OpenAIBody):
 class CompletionBody(OpenAIBody):
     """Request body of `/v1/completions`; prompts are texts or token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    prompt: str | Annotated[list[int] | list[str] | list[list[int]], Field(min_length=1)]
     max_tokens: _Count = 16
     logprobs: None = None
     echo: Literal[False] | None = None
@@ -202,7 +202,7 @@ class CompletionBody(OpenAIBody):
 class GenerateBody(Sampling):
     """Request body of `/generate`: one text, used without a chat template."""
 
-    inputs: str = Field(min_length=1)
+    inputs: str
     max_new_tokens: _Count | None = None
     stream: bool = True
 

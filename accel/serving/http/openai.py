@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -14,7 +14,7 @@ from .bodies import Body
 from .cohere import encoded
 from .endpoints import Endpoint, HttpCall
 from .replies import HttpError, JsonReply, openai_error
-from .text_bodies import TokenIds, listed
+from .text_bodies import Texts, TokenIds, listed
 
 _STARTED = int(time.time())
 
@@ -23,7 +23,7 @@ class EmbeddingsBody(Body):
     """Request body of `/v1/embeddings`."""
 
     model: str | None = None
-    input: str | list[str] | TokenIds | list[TokenIds] = Field(min_length=1)
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True

@@ -16,13 +16,15 @@ Direction = Literal["left", "right", "Left", "Right"]
 """Side from which a text is truncated."""
 TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(min_length=1)]
 """A text as token ids of the model's tokenizer, including special tokens."""
+Texts = Annotated[list[str], Field(min_length=1)]
+"""Several texts. The list must not be empty, but a text may be: most tokenizers add special tokens to an empty text."""
 
 
 class TextsBody(Body):
     """Request body with one text or several texts."""
 
     model: str | None = None
-    inputs: str | list[str] = Field(min_length=1)
+    inputs: str | Texts
 
 
 def listed(inputs: Any) -> list[Any]:
