@@ -6,10 +6,10 @@
 The model has the shape of Qwen2-0.5B with `--layers` layers, a vocabulary of 32,000 and random weights. It generates one row with greedy
 search. Each library is installed in a separate environment, and each row of the result is measured in a process that loads its own artifact
 once. The processes take turns for `--rounds` rounds. In each round, they generate `--new` tokens from a prompt of each length in
-`--prompts`. The result contains two numbers for each row and length, each as the median and the value of the best twentieth:
+`--prompts`. The result contains two numbers for each row and length:
 
-- first: milliseconds from the prompt to the first token;
-- tokens/s: tokens per second after the first token.
+- first: milliseconds from the prompt to the first token, as the median and the shortest time;
+- tokens/s: tokens per second after the first token, as the median and the 95th percentile.
 
 Rows with "inexact" in their names use the defaults of optimum-intel: bfloat16 if the processor supports it, activations in 8 bits, and
 keys and values in 8 bits. accel and optimum-intel are timed with a streamer in `generate` of transformers. onnxruntime-genai is timed in

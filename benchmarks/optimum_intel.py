@@ -121,7 +121,7 @@ class Side:
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """Return the median, the value of the best twentieth and the slowest time, in milliseconds."""
+    """Return the median, the 5th percentile and the slowest time, in milliseconds."""
     ordered = sorted(times)
     return {
         "median_ms": round(statistics.median(ordered), 3),

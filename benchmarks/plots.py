@@ -53,8 +53,11 @@ def axes(width: float, height: float) -> tuple[Any, Any]:
 
 
 def scatter() -> None:
-    """Plot latency against accuracy for one model."""
-    rows = read("demo.json")["report"]["rows"]
+    """Plot latency against accuracy for the demo model, if `demo.json` exists."""
+    demo = read("demo.json")
+    if demo is None:
+        return
+    rows = demo["report"]["rows"]
     figure, plot = axes(7, 3.6)
     for number, row in enumerate(rows):
         color = OTHERS if row["name"].startswith("PyTorch") else OURS

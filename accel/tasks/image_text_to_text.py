@@ -49,7 +49,8 @@ class ORTModelForImageTextToText(Generator):
     ) -> dict[str, Any]:  # transformers' signature
         """Prepare the inputs of a decoder step.
 
-        Only the first step, which processes the prompt `(batch, sequence)`, has images; later steps read them from the KV cache.
+        With a KV cache, only the first step, which processes the prompt `(batch, sequence)`, has images; later steps read them from the
+        cache. Without a KV cache, every step has the images.
         """
         images = {name: kwargs.pop(name) for name in _IMAGES if kwargs.get(name) is not None}
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(

@@ -237,8 +237,8 @@ def _squares_lost(weight: torch.Tensor, step: torch.Tensor, top: int) -> torch.T
 def _cut_off(weight: torch.Tensor, largest: torch.Tensor, top: int) -> torch.Tensor:
     """Return the best clipping limits of weights `(outer, inner)`.
 
-    Each limit is the fraction of `largest`, of shape `(outer,)` or `(1,)`, that gives the smallest squared error after
-    rounding to integers from `-top` to `top`.
+    Each limit is `largest`, of shape `(outer,)` or `(1,)`, times the fraction that gives the smallest squared error
+    after rounding to integers from `-top` to `top`.
     """
     errors = []
     for cut in _WIDE_CUTS:

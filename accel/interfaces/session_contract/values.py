@@ -304,7 +304,7 @@ class FiniteCheck(_HostCheck):
         if not finite.all():
             place = tuple(int(i) for i in np.unravel_index(int(finite.argmin()), values.shape))
             raise InputError(
-                f"The input {name!r} contains the value {values[place]} at the index {place}. For NaN and infinity, this runtime computes "
-                "other results than PyTorch.",
+                f"The input {name!r} contains the value {values[place]} at the index {place}. For NaN and infinity, the outputs of this "
+                "runtime differ from those of PyTorch.",
                 fix="pass only finite numbers.",
             )

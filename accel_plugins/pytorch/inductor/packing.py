@@ -41,7 +41,8 @@ Its argument is `True` if the call was already launched on the GPU.
 # Names under which the attention functions are registered with transformers. The number of tokens is appended to the
 # first name.
 _VARLEN, _WHOLE, _MASKED = "accel_varlen", "accel_whole", "accel_masked"
-# Batches with fewer tokens are not packed, because kernel launches take most of the time of small batches.
+# Batches with fewer tokens, padding included, are not packed, because kernel launches take most of the time of small
+# batches.
 _FEWEST = 2048
 # Maximum number of different token counts to compile for, for each padded size of the batch.
 _PARTS = 16
