@@ -229,7 +229,8 @@ class SearchSpace:
 
     def quantizations(self, recipe: Recipe, dtype: str) -> list[Recipe]:
         """Return the recipes that quantize the artifact of a recipe: one recipe for each scheme, and
-        one more for each of the settings that the backend declares for the scheme (`SchemeSettings.trials`)."""
+        one more for each of the settings that the backend declares for the scheme (`SchemeSettings.trials`).
+        """
         recipes = []
         for spec, capability in self._offers("quantize", recipe.format):
             if dtype not in capability.dtypes or self._is_detour(spec, capability):
