@@ -129,11 +129,17 @@ bench: $(VENV)/.run
 	$(BIN)/python benchmarks/length_sorting.py
 	$(BIN)/python benchmarks/tune.py accel/demo/model accel/demo/banking77/test.csv accel/demo/banking77/test.csv benchmarks/tune-demo.json --tuned build/tuned
 
-# Beside onnxruntime-genai and optimum-intel, each in an environment of its own: half an hour, some gigabytes.
+# Compared with onnxruntime-genai, optimum-intel and llama.cpp, each in a separate environment: an hour, some 20 gigabytes. llama.cpp needs
+# npm, and is skipped without it.
 PEERS := .venv-peers
-bench-peers: $(VENV)/.dev $(PEERS)/.made
+LLAMA_CPP = $$(test -d $(PEERS)/llama-cpp/node_modules/node-llama-cpp && echo --llama-cpp $(PEERS)/llama-cpp)
+PEERS_1B := "accel cpu int4, blocks of 128" "accel openvino int4" "optimum-intel int4" "genai int4" "llama.cpp Q4_0"
+bench-peers: $(VENV)/.dev $(PEERS)/.made $(PEERS)/llama-cpp/.made
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers.json --work build/peers \
-		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
+		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
+	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers_1b.json --work build/peers --shape llama-1b \
+		--prompts 128 1024 --rows $(PEERS_1B) \
+		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
 	$(BIN)/python benchmarks/classification_peers.py benchmarks/classification_peers.json --work build/peers \
 		--optimum-onnx $(PEERS)/optimum-onnx/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
 	$(BIN)/python benchmarks/optimum_intel.py --work build/peers --peer-python $(PEERS)/optimum-intel/bin/python
@@ -146,6 +152,11 @@ $(PEERS)/.made:
 	-$(PEERS)/optimum-intel/bin/python -m pip uninstall -q -y torchvision
 	$(PYTHON) -m venv $(PEERS)/optimum-onnx
 	$(PEERS)/optimum-onnx/bin/python -m pip install -q $(PIP_FLAGS) "optimum-onnx[onnxruntime]==0.1.0" "transformers<4.58" "onnxruntime==1.31.1" "torch==2.13.0"
+	touch $@
+
+$(PEERS)/llama-cpp/.made:
+	mkdir -p $(PEERS)/llama-cpp
+	-npm install --prefix $(PEERS)/llama-cpp --ignore-scripts --no-audit --no-fund node-llama-cpp@3.21.1
 	touch $@
 
 # A small model of every architecture of transformers through every backend that is here, into benchmarks/sweep.json and

@@ -1,19 +1,21 @@
-"""Compare text generation in accel, onnxruntime-genai and optimum-intel: the time of prompts and of decode steps.
+"""Compare text generation in accel, onnxruntime-genai, optimum-intel and llama.cpp: the time of prompts and of decode steps.
 
     make bench-peers
-    python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON] [--layers 8]
+    python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON]
+        [--llama-cpp FOLDER] [--shape llama-1b] [--layers 8]
 
-The model has the shape of Qwen2-0.5B with `--layers` layers, a vocabulary of 32,000 and random weights. It generates one row with greedy
-search. Each library is installed in a separate environment, and each row of the result is measured in a process that loads its own artifact
-once. The processes take turns for `--rounds` rounds. In each round, they generate `--new` tokens from a prompt of each length in
-`--prompts`. The result contains two numbers for each row and length:
+The model has the shape of Qwen2-0.5B (with 8 layers) or of Llama-3.2-1B (1.04 billion parameters), a vocabulary of 32,000 and random
+weights. It generates one row with greedy search. Each library is installed in a separate environment, and each row of the result is
+measured in a process that loads its own artifact once. The processes take turns for `--rounds` rounds. In each round, they generate
+`--new` tokens from a prompt of each length in `--prompts`. The result contains two numbers for each row and length:
 
 - first: milliseconds from the prompt to the first token, as the median and the shortest time;
 - tokens/s: tokens per second after the first token, as the median and the 95th percentile.
 
 Rows with "inexact" in their names use the defaults of optimum-intel: bfloat16 if the processor supports it, activations in 8 bits, and
 keys and values in 8 bits. accel and optimum-intel are timed with a streamer in `generate` of transformers. onnxruntime-genai is timed in
-its own decoding loop, as in its examples.
+its own decoding loop, as in its examples. llama.cpp is timed in node-llama-cpp, whose npm package contains the compiled library. All
+matrices of its GGUF file are Q4_0 (blocks of 32).
 """
 
 from __future__ import annotations
@@ -55,20 +57,29 @@ ROWS: dict[str, dict[str, Any]] = {
     "optimum-intel int8": {"side": "optimum-intel", "bits": 8},
     "genai int4": {"side": "genai", "precision": "int4"},
     "genai int4, blocks of 128": {"side": "genai", "precision": "int4", "block_size": 128},
+    "llama.cpp Q4_0": {"side": "llama.cpp"},
 }
+SHAPES = {"qwen2-0.5b": 8, "llama-1b": 16}
+"""Shapes of the model, with the usual number of layers."""
 
 
-def configuration(layers: int, *, tied: bool = True) -> Any:
-    """Return a config with the layer sizes of Qwen2-0.5B and a vocabulary of 32,000."""
+def configuration(layers: int, *, tied: bool = True, shape: str = "qwen2-0.5b") -> Any:
+    """Return a config with the layer sizes of Qwen2-0.5B or Llama-3.2-1B and a vocabulary of 32,000."""
     import transformers
 
+    if shape == "llama-1b":
+        return transformers.LlamaConfig(
+            vocab_size=32_000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=layers, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=64, max_position_embeddings=32_768, tie_word_embeddings=tied, bos_token_id=1,
+            eos_token_id=2,
+        )  # fmt: skip
     return transformers.Qwen2Config(
         vocab_size=32_000, hidden_size=896, intermediate_size=4864, num_hidden_layers=layers, num_attention_heads=14,
         num_key_value_heads=2, max_position_embeddings=32_768, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
 
-def shape(folder: Path, layers: int) -> Path:
+def save_model(folder: Path, layers: int, shape: str = "qwen2-0.5b") -> Path:
     """Save a model with random weights and a tokenizer. The model builder of onnxruntime-genai copies the tokenizer."""
     import torch
     import transformers
@@ -77,11 +88,54 @@ def shape(folder: Path, layers: int) -> Path:
 
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(configuration(layers)).eval()
+        model = transformers.AutoModelForCausalLM.from_config(configuration(layers, shape=shape)).eval()
         model.generation_config.eos_token_id = None
         model.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_gguf(folder: Path, file: Path) -> Path:
+    """Write the model in a folder to a GGUF file, whose matrices are Q4_0, for llama.cpp."""
+    import gguf
+    import transformers
+
+    if file.is_file():
+        return file
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config, arch = model.config, gguf.MODEL_ARCH[model.config.model_type.upper()]
+    writer = gguf.GGUFWriter(file.with_suffix(".part"), config.model_type, use_temp_file=True)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    # llama.cpp needs a vocabulary, although the prompts are token ids.
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"t{index}" for index in range(config.vocab_size)])
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["t 1"])
+    writer.add_eos_token_id(config.eos_token_id)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for name, tensor in model.named_parameters():
+        stem, _, suffix = name.rpartition(".")
+        values = tensor.detach().numpy()
+        if arch == gguf.MODEL_ARCH.LLAMA and stem.endswith(("q_proj", "k_proj")):
+            # llama.cpp stores the rotated halves of each head interleaved.
+            halves = values.reshape(-1, 2, config.head_dim // 2, values.shape[-1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        kind = gguf.GGMLQuantizationType.Q4_0 if values.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file.with_suffix(".part").rename(file)
 
 
 # Functions that run in the measured processes
@@ -217,16 +271,25 @@ def answer(spec: dict[str, Any]) -> None:
 
 
 class Side:
-    """Process of one library that measures on request."""
+    """Process of one library that measures on request.
 
-    def __init__(self, python: str, spec: dict[str, Any]) -> None:
+    Args:
+        interpreter: The Python interpreter of the library, or the folder of node-llama-cpp.
+        spec: The row, the model and the number of threads.
+    """
+
+    def __init__(self, interpreter: str, spec: dict[str, Any]) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
-        if python != sys.executable:
+        if interpreter != sys.executable:
             environment.pop("PYTHONPATH", None)
+        command = [interpreter, __file__, "--answer", json.dumps(spec)]
+        if spec["side"] == "llama.cpp":
+            file = save_gguf(Path(spec["model"]), Path(spec["work"]) / "q4_0.gguf")
+            script = Path(__file__).with_name("llama_cpp.mjs")
+            command = ["node", str(script), interpreter, str(file), str(spec["threads"])]
         self._process = subprocess.Popen(
-            [python, __file__, "--answer", json.dumps(spec)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
-        )  # fmt: skip
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit(f"{spec} failed; its error is above")
@@ -261,7 +324,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for the models")
     parser.add_argument("--genai", help="Python interpreter of the environment with onnxruntime-genai")
     parser.add_argument("--optimum-intel", help="Python interpreter of the environment with optimum-intel")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--llama-cpp", help="folder in which `npm install node-llama-cpp` ran")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-0.5b")
+    parser.add_argument("--layers", type=int, help="number of layers (default: 8 for qwen2-0.5b, 16 for llama-1b)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--prompts", type=int, nargs="*", default=[128, 1024, 2048])
     parser.add_argument("--new", type=int, default=48)
@@ -274,11 +339,14 @@ def main() -> None:
         return
     interpreters = {
         "genai": args.genai, "optimum-intel": args.optimum_intel, "ours": sys.executable, "pytorch": sys.executable,
+        "llama.cpp": args.llama_cpp,
     }  # fmt: skip
-    args.work.mkdir(parents=True, exist_ok=True)
-    model = shape(args.work / f"qwen-{args.layers}", args.layers)
+    layers = args.layers or SHAPES[args.shape]
+    work = args.work / f"{args.shape}-{layers}"
+    work.mkdir(parents=True, exist_ok=True)
+    model = save_model(work / "model", layers, args.shape)
     chosen = {name: row for name, row in ROWS.items() if name in args.rows and interpreters[row["side"]] is not None}
-    same = {"model": str(model), "work": str(args.work), "threads": args.threads}
+    same = {"model": str(model), "work": str(work), "threads": args.threads}
     sides = {name: Side(interpreters[row["side"]], {**row, **same}) for name, row in chosen.items()}
     durations: dict[str, dict[int, tuple[list[float], list[float]]]] = {
         name: {length: ([], []) for length in args.prompts} for name in sides
@@ -301,7 +369,9 @@ def main() -> None:
                 f"{values['best_twentieth_tokens_per_s']:8.1f}"
             )
     if args.out is not None:
-        result = {"processors": args.threads, "layers": args.layers, "load": os.getloadavg()[0], "rows": rows}
+        result = {
+            "processors": args.threads, "shape": args.shape, "layers": layers, "load": os.getloadavg()[0], "rows": rows,
+        }  # fmt: skip
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -1,0 +1,35 @@
+// Time prompts and decode steps of llama.cpp: node llama_cpp.mjs FOLDER MODEL.gguf THREADS
+//
+// FOLDER contains node_modules/node-llama-cpp. The script reads lines with a prompt length and a number of tokens from the standard
+// input, and prints the seconds until the first token and the seconds between the following tokens, like generation_peers.py --answer.
+import path from "node:path";
+import readline from "node:readline";
+import {pathToFileURL} from "node:url";
+
+const [folder, modelPath, threads] = process.argv.slice(2);
+const entry = path.resolve(folder, "node_modules/node-llama-cpp/dist/index.js");
+const {getLlama} = await import(pathToFileURL(entry));
+const llama = await getLlama({gpu: false, build: "never", maxThreads: Number(threads), progressLogs: false, logLevel: "error"});
+const model = await llama.loadModel({modelPath});
+const context = await model.createContext({contextSize: 4096, batchSize: 512, threads: Number(threads)});
+const sequence = context.getSequence();
+
+async function run(prompt, count) {
+    await sequence.clearHistory();
+    const times = [performance.now()];
+    for await (const token of sequence.evaluate(prompt, {temperature: 0, yieldEogToken: true})) {
+        times.push(performance.now());
+        if (times.length > count) break;
+    }
+    const [first, ...rest] = times.slice(1).map((after, i) => (after - times[i]) / 1e3);
+    return [first, rest];
+}
+
+await run(Array.from({length: 16}, (_, i) => 10 + i), 4);
+console.log("ready");
+for await (const line of readline.createInterface({input: process.stdin})) {
+    const [length, count] = line.split(" ").map(Number);
+    const prompt = Array.from({length}, (_, i) => 10 + ((37 * i) % 31_000));
+    console.log(JSON.stringify(await run(prompt, count)));
+}
+process.exit(0);
