@@ -403,26 +403,45 @@ def copy_file(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, *, linked: bool = False) -> None:
     """Copy configs, tokenizer files, processor files and sentence-transformers modules, but not the transformer's
     weights.
 
-    Links are copied if they point into the folder or into the `blobs` folder of its Hub repository.
+    Links are copied if they point into the folder or into the `blobs` folder of its Hub repository. Other links are not
+    copied, because a stranger's folder could contain links to private files.
+
+    Args:
+        source: The folder to copy from.
+        target: The folder to copy to. Its existing files are kept.
+        linked: Whether `source` may consist of links to the files of another model folder. Links into the folder with the
+            model's real config are then copied.
     """
+    roots = [source]
+    if linked:
+        configs = (source / name for name in ("config.json", "adapter_config.json"))
+        roots += [config.resolve().parent for config in configs if config.is_file()]
+
+    def allowed(path: Path) -> bool:
+        return any(is_inside(path, root) for root in roots)
+
     for path in sorted(source.iterdir()):
         if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
             # Also copy the weights of sentence-transformers modules that follow the pooling, because a graph without pooling
             # does not contain these modules.
             weights = _MODULE_WEIGHTS if path.name.endswith(_WEIGHTED_MODULES) else ()
             for name in ("config.json", *weights):
-                if (path / name).is_file() and is_inside(path / name, source):
+                if (path / name).is_file() and allowed(path / name):
                     (target / path.name).mkdir(exist_ok=True)
                     shutil.copyfile(path / name, target / path.name / name)
         elif is_companion(path) and not (target / path.name).exists():
-            if is_inside(path, source):
+            if allowed(path):
                 shutil.copyfile(path, target / path.name)
             else:
-                logger.warning("%s is a link to a file outside its folder, so it is not copied.", path)
+                logger.warning(
+                    "%s is a link to a file outside its folder, so it is not copied. To include the file, replace the link with a "
+                    "copy of the file.",
+                    path,
+                )
 
 
 @functools.cache

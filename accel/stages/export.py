@@ -178,11 +178,11 @@ def _export_source(
     with staging(out, needs=source.nbytes) as folder:
         # Copy configs and tokenizers first, because the exporter may read them.
         if source.folder is not None:
-            copy_companions(source.folder, folder)
+            copy_companions(source.folder, folder, linked=True)
         _write_configs(source, folder)
         if source.folder is not None and is_adapter(source.folder):
             # Existing files are not overwritten, so the adapter's own tokenizer has priority over the base model's.
-            copy_companions(capture.base_of_adapter(source.folder, hub).folder, folder)
+            copy_companions(capture.base_of_adapter(source.folder, hub).folder, folder, linked=True)
         if processor is not None:
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)

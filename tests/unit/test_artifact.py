@@ -488,6 +488,35 @@ def test_companion_files_exclude_weights(tmp_path: Path) -> None:
     assert {path.name for path in target.iterdir()} == {"tokenizer.json", "vocab.txt"}
 
 
+def test_companion_files_of_a_folder_of_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An export copies the companion files of a folder that links to the files of another model folder. Links to files
+    elsewhere are not copied, because they may be private.
+    """
+    real, source = tmp_path / "real", tmp_path / "links"
+    (real / "1_Pooling").mkdir(parents=True)
+    source.mkdir()
+    for name in ("config.json", "tokenizer.json", "1_Pooling/config.json"):
+        (real / name).write_text("{}")
+    (tmp_path / "secret.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "1_Pooling"):
+        (source / name).symlink_to(Path("..", "real", name))
+    (source / "secret.json").symlink_to("../secret.json")
+
+    (tmp_path / "exported").mkdir()
+    copy_companions(source, tmp_path / "exported", linked=True)
+    copied = {path.name for path in (tmp_path / "exported").iterdir()}
+    assert copied == {"config.json", "tokenizer.json", "1_Pooling"}
+    assert (tmp_path / "exported/1_Pooling/config.json").is_file()
+    assert not (tmp_path / "exported/tokenizer.json").is_symlink()
+    (warning,) = caplog.messages
+    assert "secret.json" in warning
+    assert "replace the link with a copy" in warning
+
+    (tmp_path / "saved").mkdir()
+    copy_companions(source, tmp_path / "saved")
+    assert not list((tmp_path / "saved").iterdir())
+
+
 def test_lock_admits_one_process_at_a_time(tmp_path: Path) -> None:
     lock = tmp_path / "inner" / "a.lock"
     with locked_file(lock) as ours:
