@@ -203,6 +203,12 @@ class ClassificationOperation(Operation):
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         import pyarrow as pa
 
+        top_k = options.get("top_k")
+        if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+            raise InputError(
+                f"top_k is {top_k!r}; expected a whole number from 1 or None.",
+                fix="pass the number of labels to write, or None (null) for all labels.",
+            )
         label = {"label": pa.string(), "score": pa.float64()}
         return label if options.get("top_k", 1) == 1 else {"labels": pa.list_(pa.struct(label))}
 

@@ -297,6 +297,8 @@ def test_invalid_rows_are_recorded(model: accel.ORTModel, tmp_path: Path) -> Non
         ({"format": "xlsx"}, "not a supported format"),
         ({"on_error": "ignore"}, "on_error"),
         ({"rows_a_part": 0}, "rows_a_part is 0"),
+        ({"options": {"top_k": 0}}, "top_k is 0"),
+        ({"options": {"top_k": "x"}}, "top_k is 'x'"),
     ],
 )
 def test_invalid_arguments_are_refused_before_reading_rows(
@@ -406,6 +408,14 @@ def test_unknown_option_stops_the_run(on_error: Any, model: accel.ORTModel, rows
     assert "on-error" not in str(caught.value.fix)
     done = batch(model, rows, tmp_path / "out", options={"top_k": 3}, on_error=on_error)
     assert done.broken == 0
+
+
+@pytest.mark.parametrize("on_error", ["stop", "record"])
+def test_error_names_the_option_that_fails(on_error: Any, model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:
+    options = {"truncation": True, "function_to_apply": "tanh"}
+    with pytest.raises(InputError, match=r"with the option function_to_apply='tanh', but .* without") as caught:
+        batch(model, rows, tmp_path / "out", options=options, on_error=on_error)
+    assert caught.value.fix == "correct the option function_to_apply, or leave it out."
 
 
 def test_folder_with_unrecorded_results_is_refused(model: accel.ORTModel, rows: Path, tmp_path: Path) -> None:

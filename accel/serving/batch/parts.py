@@ -6,7 +6,7 @@ import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -92,12 +92,16 @@ def compute(engine: Engine, data: Table, part: Part, request: RowRequest, folder
     """Process the rows of a part and write the results to the part's file.
 
     Raises:
-        InputError: A row failed and `on_error` is `stop`.
+        InputError: A row failed and `on_error` is `stop`, or all rows failed because of an option.
     """
     columns = tuple(dict.fromkeys((*request.columns.values(), *request.keep)))
     rows = data.read(part, columns)
-    results = _answered(engine, [inputs_of(request.operation, row, request.columns) for row in rows], request)
+    inputs = [inputs_of(request.operation, row, request.columns) for row in rows]
+    results = _answered(engine, inputs, request)
     wrong = next((i for i, result in enumerate(results) if isinstance(result, FailedRow)), None)
+    all_failed = part.start == 0 and all(isinstance(result, FailedRow) for result in results)
+    if wrong is not None and (request.on_error == "stop" or all_failed):
+        _check_options(engine, inputs[wrong], part.start + wrong, results[wrong].reason, request)
     if wrong is not None and request.on_error == "stop":
         raise InputError(
             f"Row {part.start + wrong} of the data cannot be processed: {results[wrong].reason.rstrip('.')}.",
@@ -185,6 +189,32 @@ def _answered(engine: Engine, inputs: Sequence[Any], request: RowRequest) -> lis
 
     jobs = [row if isinstance(row, FailedRow) else _tried(partial(submit, row)) for row in inputs]
     return [job if isinstance(job, FailedRow) else _tried(job.future.result) for job in jobs]
+
+
+def _check_options(engine: Engine, inputs: Any, number: int, reason: str, request: RowRequest) -> None:
+    """Raise if a failed row succeeds without one of the options.
+
+    Args:
+        engine: The engine.
+        inputs: Inputs of the failed row.
+        number: Number of the failed row.
+        reason: Reason of the failure.
+        request: The request that is made for each row.
+
+    Raises:
+        InputError: The row succeeds without an option; the message names this option.
+    """
+    for name, value in request.options.items():
+        others = {other: request.options[other] for other in request.options if other != name}
+        if name in request.operation.needs or isinstance(inputs, FailedRow):
+            continue
+        (result,) = _answered(engine, [inputs], replace(request, options=others))
+        if not isinstance(result, FailedRow):
+            raise InputError(
+                f"Row {number} of the data cannot be processed with the option {name}={value!r}, but it can be processed without this "
+                f"option: {reason.rstrip('.')}.",
+                fix=f"correct the option {name}, or leave it out.",
+            )
 
 
 def _tried(ask: Callable[[], Any]) -> Any:
