@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import BackendUnavailableError, PluginError, did_you_mean
+from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..interfaces.specs import WEIGHTS, BackendSpec, Capability, Reason, Stage
 from . import registry
 
@@ -46,7 +46,7 @@ class StagePlan:
 
 def plan_stage(
     stage: Stage,
-    format: str,
+    format: str | None,
     backend: str | None = None,
     *,
     scheme: str | None = None,
@@ -57,14 +57,15 @@ def plan_stage(
 
     Args:
         stage: The stage.
-        format: The format that the stage reads. For `export`, the format that the stage writes. If the named backend cannot
-            write this format, it writes its own format.
+        format: The format that the stage reads. For `export`, the format that the stage writes; when `None`, ONNX, or the
+            named backend's own format if the backend does not write ONNX.
         backend: Name of a backend.
         scheme: The optimization level, quantization scheme or preparation scheme.
         domains: Domains of the graph's operators; `None` if they are unknown.
         inventory: The available backends; the installed backends when `None`.
 
     Raises:
+        ConfigError: The named backend exports models, but not to this format.
         UnknownBackendError: There is no plugin with the name `backend`.
         BackendUnavailableError: No backend supports the stage on this machine, or the backend does not support the operators
             of the graph.
@@ -75,8 +76,13 @@ def plan_stage(
     specs = inventory.specs if backend is None else (inventory.spec(backend),)
     declared = {spec: [offer for offer in spec.capabilities if offer.stage == stage] for spec in specs}
     formats = sorted({_format(offer) for able in declared.values() for offer in able})
+    if format is None:
+        format = formats[0] if backend is not None and formats and "onnx" not in formats else "onnx"
     if stage == "export" and backend is not None and formats and format not in formats:
-        format = formats[0]
+        raise ConfigError(
+            f"The backend {backend!r} does not export models to the format {format!r}.{did_you_mean(format, formats)}",
+            fix=f"use format={' or '.join(map(repr, formats))}, or leave out the format or the backend.",
+        )
 
     def fitting(capabilities: Iterable[Capability]) -> Capability | None:
         reading = (offer for offer in capabilities if offer.stage == stage and _format(offer) == format)

@@ -20,7 +20,10 @@ def export(
     out: options.Out,
     task: options.Task = None,
     backend: options.Backend = None,
-    format: Annotated[str, typer.Option(help="Format of the exported graph.")] = "onnx",
+    format: Annotated[
+        str | None,
+        typer.Option(help="Format of the exported graph. If omitted, onnx, or the named backend's own format."),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Data type of the weights: float32, float16 or bfloat16.")] = "float32",
     opset: Annotated[int | None, typer.Option(help="ONNX opset; the exporter's default if omitted.")] = None,
     pooling: Annotated[

@@ -55,7 +55,7 @@ def export(
     *,
     task: str | None = None,
     backend: str | None = None,
-    format: str = "onnx",
+    format: str | None = None,
     config: ExportConfig | None = None,
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Mapping[str, Mapping[int, str]] | None = None,
@@ -79,9 +79,9 @@ def export(
         model: Hub id, transformers folder, PEFT adapter folder, GGUF file, or a module in memory.
         out: The output folder; must be missing or empty.
         task: The name of a task or a synonym; inferred from the config when `None`.
-        backend: The backend that exports. When `None`, the default backend for `format`. A named backend may have its own
-            format.
-        format: `onnx` (default) or another backend's format.
+        backend: The backend that exports. When `None`, the default backend for `format`.
+        format: `onnx` or another backend's format. When `None`, `onnx`, or the named backend's own format if the backend does
+            not write ONNX.
         config: Settings; its fields may also be passed as keyword arguments (`dtype="float16"`).
         sample: Example inputs to trace with, instead of generated inputs. A batch of one row, or a mask without
             padding, is extended.
@@ -91,6 +91,7 @@ def export(
         **settings: Fields of `ExportConfig`.
 
     Raises:
+        ConfigError: A setting is invalid, or the named backend does not write this format.
         TaskError: The task is unknown or does not fit the model.
         ExportError: The model cannot be traced or converted.
         ValidationError: The graph differs from the PyTorch model by more than the tolerance, or a row of a batch differs from the

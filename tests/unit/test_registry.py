@@ -345,6 +345,23 @@ def test_stage_is_run_by_the_backend_of_the_format(monkeypatch: pytest.MonkeyPat
         plan_stage("quantize", "pt2", scheme="dynamic-int8")
 
 
+def test_export_to_a_format_that_the_named_backend_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Capability(stage="export", produces="own")
+    standard = Capability(stage="export", produces="onnx")
+    install(
+        monkeypatch,
+        ("a", "spec_a", spec("a", capabilities=(own,))),
+        ("b", "spec_b", spec("b", capabilities=(own, standard))),
+    )
+    assert plan_stage("export", None, "a").capability.produces == "own"
+    assert plan_stage("export", None, "b").capability.produces == "onnx"
+    assert plan_stage("export", "own", "b").capability.produces == "own"
+    assert plan_stage("export", None).backend.name == "b"
+    with pytest.raises(ConfigError, match="The backend 'a' does not export models to the format 'onnx'") as info:
+        plan_stage("export", "onnx", "a")
+    assert info.value.fix == "use format='own', or leave out the format or the backend."
+
+
 def preparing(name: str, *schemes: str) -> BackendSpec:
     return spec(name, capabilities=tuple(Capability(stage="prepare", schemes=(scheme,)) for scheme in schemes))
 
