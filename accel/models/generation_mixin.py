@@ -39,6 +39,7 @@ _SENSED = ("input_features", "input_values", "pixel_values", "flattened_patches"
 # Longer texts use transformers' loop, because accel's loop allocates the mask of the longest text at the start.
 _LONGEST = 1 << 20
 # Arguments that `generate` may pass and that do not change the graph's result.
+_TOKENIZERS = ("tokenizer", "assistant_tokenizer")
 _IGNORED = frozenset(("return_dict", "output_attentions", "output_hidden_states", "cache_position"))
 
 
@@ -173,6 +174,9 @@ class Generator(ORTModel, GenerateHooks):
             and not self.changes_angles(cache.get_seq_length())
         ):
             kwargs |= {CACHE_NAME: self.new_cache(), "next_sequence_length": None}
+        # `generate` passes the tokenizers for stop strings and assistants to every step. PyTorch models ignore them.
+        for name in _TOKENIZERS:
+            kwargs.pop(name, None)
         prepared: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
         return prepared
 

@@ -213,7 +213,24 @@ def _export_source(
 
 
 def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
-    """Raise if the outputs of the model do not match its task, because its class does not belong to the task."""
+    """Check that the outputs of the PyTorch model match its task and are numbers.
+
+    Raises:
+        TaskError: The class of the model does not belong to the task.
+        ExportError: An output contains NaN, because a weight is infinite or NaN.
+    """
+    results = [tensor for part in cases.values() for case in part for tensor in case.expected.values()]
+    if any(tensor.is_floating_point() and tensor.isnan().any() for tensor in results):
+        weights = {**dict(source.model.named_parameters()), **dict(source.model.named_buffers())}
+        broken = [
+            name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()
+        ]
+        if broken:
+            raise ExportError(
+                f"The PyTorch model computes NaN, because {len(broken)} of its weights contain NaN or infinite values: "
+                f"{', '.join(broken[:3])}{', ...' if len(broken) > 3 else ''}.",
+                fix="use a checkpoint with finite weights: for example, download it again, or take an earlier one of the training.",
+            )
     expected = next(iter(cases.values()))[0].expected
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     if len(cases) == 1 and (difference := task_spec(source.task).difference(shapes)):

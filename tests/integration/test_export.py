@@ -405,3 +405,12 @@ def test_model_in_memory_is_unchanged(tmp_path: Path) -> None:
         inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
         logits = ORTModelForSequenceClassification.from_pretrained(tmp_path / "float32")(**inputs).logits
         assert (logits - model.eval()(**inputs).logits).abs().max() < 1e-5
+
+
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.weight[3, 4] = float("nan")
+    with pytest.raises(ExportError, match=r"1 of its weights contain NaN.*encoder\.layer\.1\.output\.dense\.weight"):
+        export(model, tmp_path / "onnx", task="text-classification")
+    assert not (tmp_path / "onnx").exists()

@@ -17,7 +17,10 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from typer.testing import CliRunner
 
 import accel
@@ -147,6 +150,30 @@ def test_tokens_equal_transformers(family: str, backend: str, generator: Artifac
             assert torch.equal(tokens, expected), (family, name, len(tokens))
             distinct_tokens |= set(expected.flatten().tolist())
     assert len(distinct_tokens) > 5, "a model that repeats itself proves nothing"
+
+
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_stop_strings_end_the_text_as_in_transformers(family: str, generator: Artifacts) -> None:
+    original, model = tiny_generator(family), opened(generator(family))
+    letters = sorted(ByteLevel.alphabet())
+    tokens = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokens.pre_tokenizer, tokens.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens)
+    lengths = set()
+    for choices in CHOICES.values():
+        for stop_strings in ("END", [letter for letter in letters[10:60] if letter.isascii()]):
+            arguments = {
+                **inputs_of(family),
+                "max_new_tokens": 24,
+                "tokenizer": tokenizer,
+                "stop_strings": stop_strings,
+            }
+            torch.manual_seed(5)
+            expected = original.generate(**arguments, **choices)
+            torch.manual_seed(5)
+            assert torch.equal(model.generate(**arguments, **choices), expected)
+            lengths.add(expected.shape[1])
+    assert len(lengths) > 1, "the stop strings change nothing"
 
 
 @pytest.mark.thorough
