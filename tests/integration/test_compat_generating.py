@@ -204,6 +204,8 @@ def test_paths_of_foreign_parts(foreign: Path, tmp_path: Path, subfolder: str) -
     assert {part.path.name for part in model.parts} == set(names.values())
     assert model.path == tmp_path / "t5" / subfolder / "encoder_model_quantized.onnx"
     assert model.model_save_dir == tmp_path / "t5" / subfolder
+    unnamed = optimum.ORTModelForSeq2SeqLM.from_pretrained(tmp_path / "t5", subfolder=subfolder)
+    assert {part.path.parent for part in unnamed.parts} == {tmp_path / "t5" / subfolder}
 
     # A saved copy must not depend on the original files.
     model.save_pretrained(tmp_path / "saved")

@@ -70,6 +70,8 @@ def files_before(
     folder = Path(source.id)
     requested = [f"{subfolder}/{file_name}", file_name] if file_name else []
     inside = next((name for name in requested if (folder / name).is_file()), None)
+    if inside is None and subfolder and (folder / subfolder).is_dir():
+        folder /= subfolder
     encoder = any(component.name == "encoder" for component in artifact.components)
     reader = registry.folder_reader([Path(inside or artifact.components[0].file).name])
     try:
