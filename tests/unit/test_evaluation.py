@@ -16,9 +16,9 @@ from sklearn import metrics as sklearn_metrics
 
 import accel
 from accel.artifact import Artifact
-from accel.errors import ArtifactNotFoundError, ConfigError, InputError, TaskError
+from accel.errors import ArtifactNotFoundError, ConfigError, InputError, PluginError, TaskError
 from accel.measuring.accuracy.comparison import bootstrap, difference_interval, mcnemar, paired_proportions
-from accel.measuring.accuracy.metrics import TokenScores
+from accel.measuring.accuracy.metrics import TokenScores, metric_of_sums, ratio
 from accel.measuring.accuracy.predictors import ClassPredictor, metric_for, predictor_for
 from accel.tasks.feature_extraction import SimilarityPredictor
 from accel.tasks.question_answering import AnswerPredictor
@@ -228,6 +228,16 @@ class TestIntervals:
         assert metric.sums(truth, truth).data.nbytes == 3 * 5000 * 8
         interval = bootstrap(metric, list(truth), list((truth + 1) % 1000), list(truth), resamples=50)
         assert (interval.low, interval.high) == (-1.0, -1.0)
+
+    @pytest.mark.parametrize(
+        "wrong", [lambda p, r: np.ones(len(r)), lambda p, r: np.ones((2, len(r))), lambda p, r: 3.0]
+    )
+    def test_sums_of_a_wrong_shape_are_refused(self, wrong: Any) -> None:
+        metric = metric_of_sums("mine", wrong, {"mine": ratio})
+        with pytest.raises(PluginError, match=r"'mine' must be an array of shape \(3, k\)"):
+            metric.compute([1, 0, 1], [1, 0, 1])
+        with pytest.raises(PluginError, match=r"shape \(6, k\)"):
+            bootstrap(metric, [1, 0, 1], [1, 0, 1], [1, 0, 1])
 
     def test_bootstrap_of_a_metric_without_sums(self) -> None:
         generator = np.random.default_rng(2)

@@ -183,7 +183,7 @@ def bootstrap(
     rows = len(references)
     if metric.sums is not None and metric.finish is not None:
         # Compute both models' vectors in one call, so that their columns are the same classes.
-        joint = metric.sums([*first, *second], [*references, *references])
+        joint = metric.row_sums([*first, *second], [*references, *references])
         a, b = joint[:rows], joint[rows:]
         finish = metric.finish
 
@@ -221,8 +221,8 @@ def difference_interval(
 ) -> Interval:
     """Return the confidence interval that fits the metric: Tango's for fractions of correct rows, else the bootstrap interval."""
     if metric.rowwise and metric.sums is not None:
-        a = metric.sums(first, references)[:, 0] > 0
-        b = metric.sums(second, references)[:, 0] > 0
+        a = metric.row_sums(first, references)[:, 0] > 0
+        b = metric.row_sums(second, references)[:, 0] > 0
         return paired_proportions(int((a & ~b).sum()), int((b & ~a).sum()), len(references), confidence)
     return bootstrap(metric, first, second, references, confidence=confidence)
 

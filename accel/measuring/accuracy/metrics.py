@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import ConfigError, did_you_mean
+from ...errors import ConfigError, PluginError, did_you_mean
 
 Floats = npt.NDArray[np.float64]
 Values = Sequence[Any]
@@ -52,10 +52,36 @@ class Metric:
     points: float = 100.0
     higher_is_better: bool = True
 
+    def row_sums(self, predictions: Values, references: Values) -> Any:
+        """Return the vector of each row, `(rows, k)`, dense or sparse. The metric must be a function of sums.
+
+        Raises:
+            PluginError: `sums` returned a value of another shape.
+        """
+        assert self.sums is not None
+        return checked_sums(self.name, self.sums(predictions, references), len(references))
+
     def drop(self, reference: float, value: float) -> float:
         """Return by how many points `value` is worse than `reference`; negative if it is better."""
         difference = reference - value if self.higher_is_better else value - reference
         return difference * self.points
+
+
+def checked_sums(name: str, vectors: Any, rows: int) -> Any:
+    """Return the vectors of a metric after checking that their shape is `(rows, k)`.
+
+    Raises:
+        PluginError: The shape is different.
+    """
+    shape = tuple(getattr(vectors, "shape", ()))
+    if len(shape) != 2 or shape[0] != rows:
+        returned = f"an array of shape {shape}" if shape else f"a {type(vectors).__name__}"
+        raise PluginError(
+            f"The sums of the metric {name!r} must be an array of shape ({rows}, k): one vector for each row. "
+            f"The function returned {returned}.",
+            fix="let the metric's sums return a two-dimensional array with one row for each reference.",
+        )
+    return vectors
 
 
 def metric_of_sums(
@@ -76,7 +102,7 @@ def metric_of_sums(
     """
 
     def compute(predictions: Values, references: Values) -> dict[str, float]:
-        total = sums(predictions, references).sum(0)
+        total = checked_sums(name, sums(predictions, references), len(references)).sum(0)
         return {score: float(finish(total)) for score, finish in scores.items()}
 
     key = key or next(iter(scores))
