@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from .models import POSITIONS, SIZES, rescale, small_config, tiny_tokenizer
+from .models import POSITIONS, SIZES, check_family, rescale, small_config, tiny_tokenizer
 
 DOCUMENT_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "layoutlm": ("LayoutLM", {}),
@@ -23,6 +23,7 @@ DOCUMENT_FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 def save_document_model(folder: Path, family: str = "layoutlm", seed: int = 0) -> Path:
     """Save a tiny model of a family of `DOCUMENT_FAMILIES` and its tokenizer as a transformers folder."""
+    check_family(family, DOCUMENT_FAMILIES)
     prefix, settings = DOCUMENT_FAMILIES[family]
     torch.manual_seed(seed)
     config = small_config(getattr(transformers, f"{prefix}Config"), SIZES, num_labels=2, **settings)

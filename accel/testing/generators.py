@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from .models import VOCABULARY, small_config, tiny_tokenizer
+from .models import VOCABULARY, check_family, small_config, tiny_tokenizer
 
 GENERATOR_POSITIONS = 192
 _SIZES: dict[str, Any] = {
@@ -159,6 +159,7 @@ def tiny_generator(family: str, seed: int = 0, **overrides: Any) -> Any:
         seed: Seed of the weights.
         **overrides: Config fields.
     """
+    check_family(family, GENERATORS)
     _, architecture, settings = GENERATORS[family]
     torch.manual_seed(seed)
     cls = getattr(transformers, architecture)

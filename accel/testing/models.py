@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,17 +99,27 @@ def rescale(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+def check_family(family: str, families: Iterable[str]) -> None:
+    """Check that `families` contains a family.
+
+    Raises:
+        ConfigError: There is no such family.
+    """
+    names = list(families)
+    if family not in names:
+        raise ConfigError(
+            f"There is no tiny model of the family {family!r}.{did_you_mean(family, names)}",
+            fix=f"use one of {', '.join(names)}.",
+        )
+
+
 def tiny_config(family: str, **overrides: Any) -> Any:
     """Return the config of a tiny model of a family of `FAMILIES`.
 
     Raises:
         ConfigError: `FAMILIES` has no such family.
     """
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"There is no tiny model of the family {family!r}.{did_you_mean(family, FAMILIES)}",
-            fix=f"use one of {', '.join(FAMILIES)}.",
-        )
+    check_family(family, FAMILIES)
     prefix, settings = FAMILIES[family]
     return small_config(getattr(transformers, f"{prefix}Config"), SIZES, **{**settings, **overrides})
 

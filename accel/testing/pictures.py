@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from .models import LABELS, rescale, tiny_tokenizer
+from .models import LABELS, check_family, rescale, tiny_tokenizer
 
 _WIDTHS = [16, 16, 32, 32]
 _TEXT = {
@@ -241,7 +241,12 @@ _DEFORMABLE = ("mask2former", "grounding-dino")
 
 
 def tiny_picture_model(family: str, seed: int = 0) -> Any:
-    """Return a tiny PyTorch model of a family of `PICTURES`, in evaluation mode."""
+    """Return a tiny PyTorch model of a family of `PICTURES`, in evaluation mode.
+
+    Raises:
+        ConfigError: There is no such family.
+    """
+    check_family(family, _MODELS)
     architecture, config = _MODELS[family]
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config())
@@ -250,7 +255,12 @@ def tiny_picture_model(family: str, seed: int = 0) -> Any:
 
 
 def tiny_processor(family: str) -> Any:
-    """Return the processor of a family of `PICTURES`."""
+    """Return the processor of a family of `PICTURES`.
+
+    Raises:
+        ConfigError: There is no such family.
+    """
+    check_family(family, PICTURES)
     _, name, settings = PICTURES[family]
     images = getattr(transformers, name)(**settings)
     if family not in _PROCESSORS:

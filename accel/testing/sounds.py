@@ -16,7 +16,7 @@ import transformers
 
 from accel.interfaces.task_registry import task_spec
 
-from .models import LABELS, rescale, tiny_tokenizer
+from .models import LABELS, check_family, rescale, tiny_tokenizer
 
 RATE = 1000
 """Sampling rate of the tiny models' sounds, in samples per second."""
@@ -62,6 +62,7 @@ def save_sound_model(folder: Path, family: str = "wav2vec2", task: str = "ctc", 
     tokenizer.
     """
     folder = Path(folder)
+    check_family(family, SOUND_FAMILIES)
     prefix, settings = SOUND_FAMILIES[family]
     spec = task_spec(task)
     torch.manual_seed(seed)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from .models import LABELS, SIZES, rescale, small_config
+from .models import LABELS, SIZES, check_family, rescale, small_config
 
 FRAMES = 4
 """Number of frames in a video of the tiny models."""
@@ -34,6 +34,7 @@ def tiny_video(height: int = 40, width: int = 60, frames: int = FRAMES, seed: in
 
 def save_video_model(folder: Path, family: str = "videomae", seed: int = 0) -> Path:
     """Save a tiny model of a family of `VIDEO_FAMILIES` with its processor as a transformers folder."""
+    check_family(family, VIDEO_FAMILIES)
     prefix, settings = VIDEO_FAMILIES[family]
     torch.manual_seed(seed)
     cls = getattr(transformers, f"{prefix}Config")

@@ -16,11 +16,15 @@ from PIL import Image
 import accel
 from accel.artifact import Artifact
 from accel.capture.source_loader import loader_for
-from accel.errors import InputError
+from accel.errors import ConfigError, InputError
 from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
 from accel.stages.export import export
-from accel.testing.pictures import PICTURES
+from accel.testing.documents import save_document_model
+from accel.testing.generators import tiny_generator
+from accel.testing.pictures import PICTURES, tiny_picture_model, tiny_processor
+from accel.testing.sounds import save_sound_model
+from accel.testing.videos import save_video_model
 
 TOLERANCE = 1e-3
 """Largest accepted difference of scores, of boxes as fractions of the image, and of depths relative to the largest depth."""
@@ -90,6 +94,22 @@ def differs(actual: Any, expected: Any) -> float:
 def opened(family: str, backend: str, folder: Path, artifact: Callable[[], Artifact]) -> Any:
     cls: Any = model_class(PICTURES[family][0])
     return cls.from_pretrained(folder if backend == "pytorch" else artifact(), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_picture_model,
+        tiny_processor,
+        tiny_generator,
+        lambda family: save_document_model(Path("unused"), family),
+        lambda family: save_sound_model(Path("unused"), family),
+        lambda family: save_video_model(Path("unused"), family),
+    ],
+)
+def test_unknown_family_of_tiny_models_is_refused(make: Callable[[str], Any]) -> None:
+    with pytest.raises(ConfigError, match="no tiny model of the family 'unknown'"):
+        make("unknown")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
