@@ -118,8 +118,7 @@ def test_encoder_keys_and_values_are_readable(bart: Callable[..., Any], generato
     for name in ("self_attention_cache", "cross_attention_cache"):
         pairs = zip(getattr(cache, name).layers, getattr(reference, name).layers, strict=True)
         for ours, theirs in pairs:
-            # The tolerance is relative to the largest value, because T5 does not scale its attention scores and its
-            # values are large. The order of additions depends on the CPU.
+            # The tolerance is relative to the largest value, because the order of additions depends on the CPU.
             atol = 2e-5 * float(theirs.keys.abs().max())
             torch.testing.assert_close(ours.keys, theirs.keys, rtol=0.0, atol=atol)
             torch.testing.assert_close(ours.values, theirs.values, rtol=0.0, atol=atol)

@@ -1,5 +1,5 @@
 """Run the HTTP server on a Ray cluster, in several processes and on several machines.
 
-`cluster` joins or starts a cluster. `ray_deployment` runs the server on it as a Ray Serve application. Other modules do not import ray,
-because it is an optional dependency.
+`cluster` joins or starts a cluster. `ray_deployment` runs the server on it as a Ray Serve application. Ray is an optional
+dependency: `import accel` does not import it.
 """
