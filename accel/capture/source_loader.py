@@ -32,6 +32,7 @@ from ..upstream.library_output import quiet
 from ..upstream.model_internals import without_mixed_precision
 from .adapter_embeddings import adapter_shapes, fit_embeddings
 from .layer_outputs import ReturnsLayerOutputs
+from .load_errors import load_error
 from .output_selection import OutputSelection
 from .position_limits import max_sizes_of
 from .process_lock import one_thread_at_a_time
@@ -220,10 +221,7 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
     except Exception as error:
         if isinstance(error, AccelError):
             raise
-        raise ExportError(
-            f"transformers cannot load a model from {folder}: {error}",
-            fix="check that the folder contains config.json and the weights of the model.",
-        ) from error
+        raise load_error(folder, error) from error
 
 
 def loader_for(spec: TaskSpec, config: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -285,6 +286,73 @@ def test_missing_and_truncated_weights(tiny_folder: Callable[..., Path], tmp_pat
     with pytest.raises(ExportError, match="cannot load"):
         export(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+class _RunsCode:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 1",)
+
+
+def _change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def _pickle_code(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": _RunsCode()}, folder / "pytorch_model.bin")
+
+
+def _save_garbage(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"garbage" * 30)
+
+
+def _remove_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _remove_the_model_type(folder: Path) -> None:
+    _change_config(folder, lambda config: config.pop("model_type"))
+
+
+def _change_the_size(folder: Path) -> None:
+    _change_config(folder, lambda config: config.update(vocab_size=7))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "fix"),
+    [
+        (_truncate, r"model\.safetensors is damaged", "download it again"),
+        (
+            _pickle_code,
+            r"pytorch_model\.bin contains a Python object \(\w+\.system\)",
+            "convert the weights to safetensors",
+        ),
+        (_save_garbage, r"pytorch_model\.bin is damaged", "download it again"),
+        (_remove_a_shard, r"model-00001-of-00001\.safetensors, which is missing", "download the missing weights"),
+        (_remove_the_model_type, "has no model_type", 'add "model_type": "bert" to config.json'),
+        (_change_the_size, "do not have the shapes", "config.json that belongs to the weights"),
+    ],
+)
+def test_errors_of_models_that_cannot_be_loaded(
+    change: Callable[[Path], None], reason: str, fix: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder(), folder)
+    change(folder)
+    with pytest.raises(ExportError, match=reason) as info:
+        export(folder, tmp_path / "out", task="text-classification")
+    assert fix in str(info.value.fix)
+    assert "weights_only" not in str(info.value)
 
 
 def test_artifact_is_not_accepted_as_source(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
