@@ -184,9 +184,13 @@ def operations_of(model: ORTModel) -> dict[str, Operation]:
     return {name: described.get(name) or Operation(name) for name in (*pipelines, *others)}
 
 
-def usual_operation(model: ORTModel) -> Operation:
-    """Return the main operation of a model: the first supported operation of its task, or its own pipeline, or `tensors`."""
-    offered = operations_of(model)
+def usual_operation(model: ORTModel, offered: Mapping[str, Operation]) -> Operation:
+    """Return the main operation of a model: the first supported operation of its task, or its own pipeline, or `tensors`.
+
+    Args:
+        model: The model.
+        offered: The operations of the model, from `operations_of`.
+    """
     names = (operation.name for operation in load_task(model.artifact.task).operations())
     return next((offered[name] for name in names if name in offered), next(iter(offered.values())))
 

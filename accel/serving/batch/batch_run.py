@@ -123,7 +123,7 @@ def plan(
     """
     model = next(iter(engine.models.values()))
     offered = operations_of(model)
-    chosen = usual_operation(model) if operation is None else offered.get(operation)
+    chosen = usual_operation(model, offered) if operation is None else offered.get(operation)
     if chosen is None:
         raise ConfigError(
             f"The model does not support the operation {operation!r}.", fix=f"use one of {', '.join(offered)}."

@@ -25,10 +25,9 @@ _DTYPES: Mapping[str, Any] = {"BYTES": object, "FP32": np.float32, "INT64": np.i
 
 def text_operation(model: ORTModel) -> Operation | None:
     """Return the operation that runs a model on texts instead of token ids, or `None` if the model has no such operation."""
-    usual = usual_operation(model)
-    return next(
-        (operation for operation in (usual, *operations_of(model).values()) if operation.tensor_outputs(model)), None
-    )
+    offered = operations_of(model)
+    candidates = (usual_operation(model, offered), *offered.values())
+    return next((operation for operation in candidates if operation.tensor_outputs(model)), None)
 
 
 def input_sizes(operation: Operation) -> dict[str, int]:
