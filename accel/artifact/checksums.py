@@ -18,6 +18,8 @@ from .home_folder import accel_home
 
 logger = logging.getLogger(__name__)
 
+STAMP = "mtime:"
+"""Prefix of a modification time that is recorded instead of a checksum."""
 _VERIFIED = "verified.json"
 _KEPT = 2000
 _LARGE = 1 << 20
@@ -53,7 +55,7 @@ def stamp_files(folder: Path, names: Sequence[str]) -> tuple[FileRecord, ...]:
     The records are for folders of other tools, which have no manifest with checksums.
     """
     stats = [(name, (folder / name).stat()) for name in names]
-    return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"mtime:{stat.st_mtime_ns}") for n, stat in stats)
+    return tuple(FileRecord(name=n, bytes=stat.st_size, sha256=f"{STAMP}{stat.st_mtime_ns}") for n, stat in stats)
 
 
 def verify(folder: Path, records: Sequence[FileRecord]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from accel.artifact import Artifact
+from accel.artifact.checksums import sha256
 from accel.errors import ArtifactNotFoundError
 
 from .small_artifacts import make_artifact
@@ -198,3 +199,19 @@ def test_commands_write_and_check_repositories(tmp_path: Path) -> None:
     assert (
         runner.invoke(app, ["deploy", "triton", str(artifact), str(tmp_path / "b"), "--device", "tpu!"]).exit_code == 2
     )
+
+
+def test_checksums_of_the_manifest_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = make_artifact(tmp_path / "artifact")
+    read_names: list[str] = []
+
+    def recorded(path: Path) -> str:
+        read_names.append(path.name)
+        return sha256(path)
+
+    monkeypatch.setattr("accel.deploying.triton.repository.sha256", recorded)
+    deploy(artifact, tmp_path / "out", layout="graph", name=GRAPH)
+    settings = json.loads((tmp_path / "out" / GRAPH / "1" / "settings.json").read_text(encoding="utf-8"))
+    graph_files = {Path(record.name).name: record.sha256 for record in artifact.components[0].files}
+    assert graph_files.items() <= settings["files"].items()
+    assert graph_files.keys().isdisjoint(read_names)

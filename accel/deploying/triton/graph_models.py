@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...artifact.checksums import STAMP
 from ...artifact.manifest import Artifact, Component
 from ...artifact.tensors import TensorSpec
 from ...capture import usual_sizes_in
@@ -249,15 +250,20 @@ def write_graph(graph: Graph, version: Path) -> Fields:
     """Copy the files of a graph into the folder of a model version.
 
     Returns:
-        Entries for `settings.json`: the file name of the graph, its number of threads, and its tensors.
+        Entries for `settings.json`: the file name of the graph, its number of threads, its tensors, and the checksums of the copied files
+        that the manifest records.
     """
-    base = Path(graph.component.file).parent
+    base, checksums = Path(graph.component.file).parent, {}
     for record in graph.component.files:
         target = version / Path(record.name).relative_to(base)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(graph.artifact.path / record.name, target)
+        if not record.sha256.startswith(STAMP):
+            checksums[target.relative_to(version).as_posix()] = record.sha256
     sides = {"input": tensors(graph.component.inputs), "output": tensors(graph.component.outputs)}
-    return {"graph": Path(graph.component.file).name, "threads": graph.config.threads or 0, "tensors": sides}
+    return {
+        "graph": Path(graph.component.file).name, "threads": graph.config.threads or 0, "tensors": sides, "files": checksums
+    }  # fmt: skip
 
 
 def instances(device: str, count: int) -> Fields:

@@ -175,9 +175,15 @@ class _Writer:
             shutil.copyfile(SERVED / name, version / Path(name).name)
 
     def settings(self, version: Path, values: Mapping[str, Any]) -> None:
-        """Write `settings.json` of a model version, with the checksums of the version's files."""
-        files = sorted(path for path in version.rglob("*") if path.is_file())
-        values = {**values, "files": {path.relative_to(version).as_posix(): sha256(path) for path in files}}
+        """Write `settings.json` of a model version, with the checksums of the version's files.
+
+        Args:
+            version: Folder of the model version.
+            values: The settings. Their entry `files` contains the checksums that are already known, by file name.
+        """
+        known = values.get("files", {})
+        paths = {path.relative_to(version).as_posix(): path for path in sorted(version.rglob("*")) if path.is_file()}
+        values = {**values, "files": {name: known.get(name) or sha256(path) for name, path in paths.items()}}
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         (version / SETTINGS).write_text(text, encoding="utf-8")
 
