@@ -43,13 +43,14 @@ class OpenSessions:
             session.close()
 
 
-def open_plan(plan: Plan, *, few_calls: bool = False) -> OpenSessions:
+def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True) -> OpenSessions:
     """Open every component of a plan's artifact.
 
     Args:
         plan: The plan.
         few_calls: Whether the sessions are opened for only a few calls, as in a comparison. Backends may then skip
-            optimizations that cost memory. Decoders without a KV cache then get no state: calls run the graph directly.
+            optimizations that cost memory.
+        states: Whether decoders without a KV cache also get a state. If not, calls run the graph directly.
 
     Raises:
         BackendUnavailableError: No backend can run the model. The message contains the table of all backends.
@@ -82,7 +83,7 @@ def open_plan(plan: Plan, *, few_calls: bool = False) -> OpenSessions:
             few_calls=few_calls,
         )
         sessions_by_name = implementation.open(artifact, request)
-        return sessions_by_name if few_calls else continued(sessions_by_name, artifact.components)
+        return continued(sessions_by_name, artifact.components) if states else sessions_by_name
 
     versions = registry.probe(spec).versions
     if options.buckets:

@@ -306,7 +306,8 @@ def _check(
     settings = RunPreferences(backend=backend, device="cpu" if on_host else None)
     dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     try:
-        sessions = open_plan(make_plan(ResolvedModel.of_artifact(artifact, hub), settings), few_calls=True)
+        plan = make_plan(ResolvedModel.of_artifact(artifact, hub), settings)
+        sessions = open_plan(plan, few_calls=True, states=False)
         try:
             return compare_with_model(sessions.sessions, cases, config.atol, dtype, model)
         finally:
