@@ -264,6 +264,28 @@ def test_requests_with_nan_are_refused(literal: str, path: str, body: str, place
     assert place in answer.text
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ("NaN", None),
+        ("[NaN]", None),
+        ('{"prompt": "x", "temperature": NaN}', "temperature"),
+        ('{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
+        ('{"the temperature": NaN}', "the temperature"),
+    ],
+)
+def test_errors_about_nan_name_the_field(body: str, param: str | None, client: TestClient) -> None:
+    error = client.post("/v1/completions", content=body).json()["error"]
+    assert error["param"] == param
+    assert error["fix"] == "send only finite numbers."
+
+
+def test_errors_about_invalid_json_contain_a_fix(client: TestClient) -> None:
+    answer = client.post("/v1/completions", content='{"prompt": ')
+    assert answer.status_code == 400
+    assert answer.json()["error"]["fix"] == "send a JSON object; see the accepted fields at /docs."
+
+
 def test_binary_tensors_with_nan_are_refused(client: TestClient) -> None:
     part = np.array([1, math.nan], np.float32).tobytes()
     answer = send_binary(client, "/v2/models/text-classification/infer", ("x", "FP32", [1, 2], part))

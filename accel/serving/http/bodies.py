@@ -51,19 +51,25 @@ def parse(model: type[Model], content: bytes) -> Model:
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False, include_input=False)
         if first["type"] == "json_invalid":
-            raise HttpError(400, f"The request body is not valid JSON: {first['msg']}.", kind="invalid_json") from error
+            raise HttpError(
+                400, f"The request body is not valid JSON: {first['msg']}.", kind="invalid_json",
+                fix="send a JSON object; see the accepted fields at /docs.",
+            ) from error  # fmt: skip
         raise invalid(error, model, json.loads(content)) from error
 
 
 def _check_finite(content: bytes) -> None:
     try:
-        place = find_non_finite(json.loads(content))
+        body = json.loads(content)
+        place = find_non_finite(body)
     except (ValueError, RecursionError):
         # The caller parses the body again and raises the error.
         return
     if place is not None:
+        fields = body.items() if isinstance(body, dict) else ()
+        param = next((name[:100] for name, value in fields if find_non_finite(value) is not None), None)
         raise HttpError(
-            400, f"The request body contains NaN or a number that is too large: {place}.", param=re.split(r"[.\[ ]", place)[0],
+            400, f"The request body contains NaN or a number that is too large: {place}.", param=param,
             fix="send only finite numbers.",
         )  # fmt: skip
 
