@@ -76,12 +76,29 @@ def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
     if target.exists() and not target.is_dir():
         raise OutputFolderError(f"The output path {target} is a file, not a folder.", fix="use the path of a folder.")
     above = next(parent for parent in target.parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+    if not above.is_dir() or not _accepts_folders(above):
         raise OutputFolderError(
             f"The output folder {target} cannot be created, because {above} is not writable.",
             fix="use an output folder in a place that you may write to.",
         )
     return target
+
+
+def _accepts_folders(folder: Path) -> bool:
+    """Return whether a folder can be created in a folder. Creates one and removes it, because file systems such as `/proc`
+    report write permission for root and then refuse.
+    """
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
+    except OSError as error:
+        # A full disk has its own error message, which is raised when the files are written.
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # Another process may remove the folder first, as a leftover of an interrupted run.
+    with suppress(OSError):
+        probe.rmdir()
+    return True
 
 
 @contextmanager

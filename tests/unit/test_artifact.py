@@ -471,6 +471,19 @@ def test_check_output(tmp_path: Path) -> None:
         check_output(link, tmp_path / "empty")
 
 
+def test_check_output_creates_a_folder_on_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems, such as `/proc`, report write permission and then refuse to create a folder."""
+    check_output(tmp_path / "a" / "b")
+    assert not list(tmp_path.iterdir())
+
+    def forbidden(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "mkdir", forbidden)
+    with pytest.raises(OutputFolderError, match="cannot be created, because .* is not writable"):
+        check_output(tmp_path / "a" / "b")
+
+
 def test_companion_files_exclude_weights(tmp_path: Path) -> None:
     source, target = tmp_path / "a", tmp_path / "b"
     source.mkdir()
