@@ -47,7 +47,10 @@ BatchSize = Annotated[
 ]
 Calibration = Annotated[
     str | None,
-    typer.Option("--calibration", help="Rows for static quantization. Use other rows than for the accuracy."),
+    typer.Option(
+        "--calibration",
+        help="File or Hub data set with rows for static quantization. Use other rows than for the accuracy.",
+    ),
 ]
 CalibrationSplit = Annotated[
     str | None, typer.Option("--calibration-split", help="Split of the --calibration data set.")

@@ -89,6 +89,13 @@ def test_quantization_options(tiny_artifact: Callable[..., Artifact], tmp_path: 
     assert "power of two" in wrong.stderr
 
 
+def test_static_quantization_without_calibration_data(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    result = run("quantize", tiny_artifact().path, tmp_path / "static", "--scheme", "static-int8")
+    assert result.exit_code == 1
+    fix = "Fix: pass a file or data set with typical inputs as --calibration, or use --scheme dynamic-int8."
+    assert fix in result.stderr
+
+
 def test_optimize_reads_calibration_data(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
     rows = tmp_path / "rows.csv"
     rows.write_text("query\nlost card\nnew pin please\n", encoding="utf-8")

@@ -124,7 +124,7 @@ def check(artifact: Artifact, config: QuantizeConfig, calibration: Iterable[Feed
     if calibration is None:
         raise QuantizeError(
             f"The scheme {config.scheme} measures ranges of activations and needs calibration data, but the call has none.",
-            fix="pass batches of typical inputs as calibration=...",
+            fix="pass a file or data set with typical inputs as calibration=...",
         )
 
 

@@ -249,7 +249,7 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
     if scheme == STATIC and calibration is None:
         raise QuantizeError(
             f"The scheme {scheme} measures ranges of activations and needs calibration data, but the call has none.",
-            fix="pass batches of typical inputs as calibration=..., or use scheme='dynamic-int8'.",
+            fix="pass a file or data set with typical inputs as calibration=..., or use scheme='dynamic-int8'.",
         )
 
 
