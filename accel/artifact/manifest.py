@@ -136,7 +136,7 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunRecord:
+class FastestRunSettings:
     """The fastest measured settings for running the artifact. `from_pretrained` uses them."""
 
     backend: str
@@ -176,7 +176,7 @@ class Manifest:
     components: tuple[Component, ...] = ()
     quantization: Quantization | None = None
     steps: tuple[Step, ...] = ()
-    run: RunRecord | None = None
+    run: FastestRunSettings | None = None
     target: Mapping[str, Any] | None = None
     files: tuple[FileRecord, ...] = ()
     schema: int = SCHEMA_VERSION

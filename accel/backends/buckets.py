@@ -4,7 +4,7 @@ shapes).
 The classes wrap the sessions of any backend. They pad the inputs with the values in the input specs, run the session for
 the padded length, and cut the outputs. The attention mask hides the padding, so the outputs equal the outputs of the
 unpadded call. Models whose export measured a difference are refused. A padded length is not used if its outputs differ on
-the device of the session (see `FormChecks`).
+the device of the session (see `FastPathVerifier`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
-from ..capture.graph_forms import FormChecks, FormVerdict, GraphForm, HasForms
+from ..capture.graph_forms import FastPath, FastPathComparison, FastPathVerifier, SessionWithFastPaths
 from ..errors import InputError
 from ..interfaces.protocols import Feeds, Names, Session
 from ..interfaces.session import BaseSession
@@ -57,7 +57,7 @@ class _PaddedSession(BaseSession[Session], ABC):
     _form: ClassVar[str]
     """Prefix of the names under which the results of comparing padded with unpadded calls are cached."""
 
-    def __init__(self, component: Component, described: Session, checks: FormChecks) -> None:
+    def __init__(self, component: Component, described: Session, checks: FastPathVerifier) -> None:
         super().__init__(described, component, described.device, described.compute_dtype)
         self._taken = {spec.name: spec for spec in component.inputs}
         self._made = {spec.name: spec for spec in component.outputs}
@@ -89,12 +89,12 @@ class _PaddedSession(BaseSession[Session], ABC):
             self._right[size, side] = self._verdict(size, side).passed
         return self._right[size, side]
 
-    def _verdict(self, size: int, side: Side) -> FormVerdict:
+    def _verdict(self, size: int, side: Side) -> FastPathComparison:
         """Compare a padded call with the unpadded call. The batch has two rows, one of them already padded on the given
         side.
         """
         name = f"{self._form} of {size}{'' if side == 'right' else ', padding in front'}"
-        form = GraphForm(name=name, sizes={"batch": 2, _AXIS: max(1, size - 1)}, padding=side)
+        form = FastPath(name=name, sizes={"batch": 2, _AXIS: max(1, size - 1)}, padding=side)
         return self._forms.check(form, functools.partial(self._run_in, size), self._run_plain)
 
     def run(
@@ -153,7 +153,7 @@ class BucketedSession(_PaddedSession):
         buckets: Sequence[int],
         open_bucket: Callable[[int | None], Session],
         open_plain: Callable[[], Mapping[str, Session]],
-        checks: Callable[[Session], FormChecks],
+        checks: Callable[[Session], FastPathVerifier],
     ) -> None:
         self._buckets = tuple(buckets)
         self._name = component.name
@@ -224,7 +224,7 @@ class BucketedSession(_PaddedSession):
             for session in sessions.values():
                 session.close()
 
-    def check_forms(self) -> list[FormVerdict]:
+    def check_forms(self) -> list[FastPathComparison]:
         """Compare every bucket with dynamic shapes."""
         return [self._verdict(bucket, side) for bucket in self._buckets for side in _SIDES]
 
@@ -249,7 +249,7 @@ class RoundedSession(_PaddedSession):
 
     _form = "multiples"
 
-    def __init__(self, component: Component, multiple: int, session: Session, checks: FormChecks) -> None:
+    def __init__(self, component: Component, multiple: int, session: Session, checks: FastPathVerifier) -> None:
         super().__init__(component, session, checks)
         self._multiple = multiple
         self._plain = session
@@ -285,9 +285,9 @@ class RoundedSession(_PaddedSession):
     def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         return self._plain.run(feeds)
 
-    def check_forms(self) -> list[FormVerdict]:
+    def check_forms(self) -> list[FastPathComparison]:
         """Compare a padded call with an unpadded call, and check the forms of the wrapped session."""
-        verdicts = self._plain.check_forms() if isinstance(self._plain, HasForms) else []
+        verdicts = self._plain.check_forms() if isinstance(self._plain, SessionWithFastPaths) else []
         if self._longest is not None and self._multiple > self._longest:
             return verdicts
         return [*verdicts, *(self._verdict(self._multiple, side) for side in _SIDES)]
@@ -300,7 +300,9 @@ class RoundedSession(_PaddedSession):
         self._plain.close()
 
 
-def _checks(artifact: Artifact, component: Component, versions: Mapping[str, str], session: Session) -> FormChecks:
-    return FormChecks(
+def _checks(
+    artifact: Artifact, component: Component, versions: Mapping[str, str], session: Session
+) -> FastPathVerifier:
+    return FastPathVerifier(
         artifact, component, device=session.device, compute_dtype=session.compute_dtype, versions=versions
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from ..artifact.manifest import Artifact, RunRecord
+from ..artifact.manifest import Artifact, FastestRunSettings
 from ..artifact.resolved_model import ResolvedModel
 from ..config import ExportConfig, SessionOptions, available_processors
 from ..errors import BackendUnavailableError, ConfigError, InputError
@@ -112,7 +112,7 @@ class Plan:
     backend: BackendSpec | None
     exporter: StagePlan | None = None
     artifact: Artifact | None = None
-    run: RunRecord | None = None
+    run: FastestRunSettings | None = None
     options: SessionOptions = SessionOptions()
     provider_options: Mapping[str, object] = field(default_factory=dict)
     why_not: BackendUnavailableError | None = None
@@ -284,7 +284,7 @@ def make_plan(
     return replace(plan, exporter=plan_stage("export", question.format, owner, inventory=inventory))
 
 
-def _device(settings: RunPreferences, run: RunRecord | None) -> DeviceSpec | None:
+def _device(settings: RunPreferences, run: FastestRunSettings | None) -> DeviceSpec | None:
     """Return the requested device, or the device that the manifest records. `None` for any device."""
     name = settings.device or (run.device if run is not None else None)
     return DeviceSpec.parse(name) if name is not None else None
@@ -494,7 +494,7 @@ def _multiple(options: SessionOptions, spec: BackendSpec, artifact: Artifact) ->
     return max((c.preferred_multiple for c in runs), default=1)
 
 
-def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
+def _recorded_options(run: FastestRunSettings, artifact: Artifact) -> SessionOptions:
     """Return the session options in an artifact's `run`, limited to this machine's processors.
 
     Artifacts are not trusted. Options that write a file, load a library or use all processors are refused.
@@ -513,7 +513,7 @@ def _recorded_options(run: RunRecord, artifact: Artifact) -> SessionOptions:
     return replace(recorded, threads=threads, inter_op_threads=min(recorded.inter_op_threads, most))
 
 
-def _recorded_provider_options(run: RunRecord, spec: BackendSpec, artifact: Artifact) -> Mapping[str, object]:
+def _recorded_provider_options(run: FastestRunSettings, spec: BackendSpec, artifact: Artifact) -> Mapping[str, object]:
     for name, value in run.provider_options.items():
         if name not in spec.recorded_options:
             raise _not_from_a_manifest(artifact, f"provider_options.{name}", value)

@@ -198,7 +198,7 @@ def encoder_output(hidden: torch.Tensor, mask: torch.Tensor | None = None) -> An
     return output
 
 
-class CrossAttention(_Part):
+class CrossAttentionKeyValueProjection(_Part):
     """Key and value projections of the decoder's cross-attention.
 
     The module reads `encoder_hidden_states` and returns the keys and values of all layers. It runs one complete decoder step, but the
@@ -381,7 +381,7 @@ def _encoder_decoder(source: Source, fusion: FusedAttention | None) -> tuple[Sou
     batch, length, size = hidden.shape
     varied = {axis for named in encoder_axes.values() for axis in named.values()}
     fixed = not {"sequence", PATCH_AXIS, *SOUND_AXES} & varied
-    cross_module = CrossAttention(model, None).eval()
+    cross_module = CrossAttentionKeyValueProjection(model, None).eval()
     with torch.inference_mode(), quiet():
         cross = {name: value.clone() for name, value in cross_module(encoder_hidden_states=hidden).items()}
         layers = _self_attention_layers(model, hidden)

@@ -5,7 +5,7 @@ correct for one model, kernel or device and wrong for another. So accel compares
 comparison uses a shape for which the form is used, and rows of different lengths. If the results differ, accel disables the form and
 logs a warning. The verdict is cached by artifact, device and package versions, so accel compares each form (two runs) only once.
 
-A session with forms calls `FormChecks.check` before it uses a form. `accel validate` calls `check_forms` to compare all forms.
+A session with forms calls `FastPathVerifier.check` before it uses a form. `accel validate` calls `check_forms` to compare all forms.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Padding = Literal["none", "right", "left"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphForm:
+class FastPath:
     """An alternative way to compute a graph.
 
     Attributes:
@@ -74,7 +74,7 @@ class GraphForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormVerdict:
+class FastPathComparison:
     """Result of the comparison of a form with the plain form.
 
     Attributes:
@@ -97,14 +97,14 @@ class FormVerdict:
 
 
 @runtime_checkable
-class HasForms(Protocol):
+class SessionWithFastPaths(Protocol):
     """A session that can compute its graph in several forms."""
 
-    def check_forms(self) -> list[FormVerdict]:
+    def check_forms(self) -> list[FastPathComparison]:
         """Compare every form with the plain form, and return the verdicts."""
 
 
-class FormChecks:
+class FastPathVerifier:
     """Results of the checks whether faster forms (alternative ways to compute one graph) are accurate on one device.
 
     Args:
@@ -129,12 +129,12 @@ class FormChecks:
         quantized = artifact.manifest.quantization is not None
         self.tolerance = relative_tolerance(compute_dtype, quantized=quantized)
         self._key = [artifact.digest, component.name, asdict(device), compute_dtype, dict(versions)]
-        self._verdicts: dict[str, FormVerdict] = {}
+        self._verdicts: dict[str, FastPathComparison] = {}
         self._lock = threading.RLock()
 
     def check(
-        self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
-    ) -> FormVerdict:
+        self, form: FastPath, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
+    ) -> FastPathComparison:
         """Return the verdict on a form. The first call runs the form and the plain form once. Later calls return the stored verdict.
 
         Args:
@@ -154,35 +154,37 @@ class FormChecks:
 
     def refuse(self, name: str, error: Exception) -> None:
         """Disable a form that failed during a run."""
-        verdict = FormVerdict(
+        verdict = FastPathComparison(
             form=name, difference=float("inf"), tolerance=self.tolerance, error=" ".join(str(error).split())[:300]
         )
         self._verdicts[name] = verdict
         logger.warning("%s", _warning(self._component.name, verdict))
 
-    def _recalled(self, form: GraphForm) -> FormVerdict | None:
+    def _recalled(self, form: FastPath) -> FastPathComparison | None:
         try:
-            return FormVerdict(**recall(_FILE)[self._digest(form)])
+            return FastPathComparison(**recall(_FILE)[self._digest(form)])
         except (KeyError, TypeError):
             return None
 
-    def _digest(self, form: GraphForm) -> str:
+    def _digest(self, form: FastPath) -> str:
         content = json.dumps([*self._key, asdict(form)], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def _compared(
-        self, form: GraphForm, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
-    ) -> FormVerdict:
+        self, form: FastPath, compute: Callable[[Feeds], Tensors], plain: Callable[[Feeds], Tensors]
+    ) -> FastPathComparison:
         feeds, mask = self._ragged(form)
         expected = plain(feeds)
         try:
             outputs = compute(feeds)
         except SessionError as error:
-            return FormVerdict(form=form.name, difference=float("inf"), tolerance=self.tolerance, error=error.message)
+            return FastPathComparison(
+                form=form.name, difference=float("inf"), tolerance=self.tolerance, error=error.message
+            )
         difference = self._difference(outputs, expected, mask)
-        return FormVerdict(form=form.name, difference=difference, tolerance=self.tolerance)
+        return FastPathComparison(form=form.name, difference=difference, tolerance=self.tolerance)
 
-    def _ragged(self, form: GraphForm) -> tuple[Feeds, torch.Tensor | None]:
+    def _ragged(self, form: FastPath) -> tuple[Feeds, torch.Tensor | None]:
         """Return a batch for a form, and the padding mask of the batch. The rows have different lengths, the shortest has one token.
 
         The padding mask is `(batch, sequence) bool` with True for tokens, or `None` if the graph has no mask input.
@@ -221,7 +223,7 @@ def _ragged_mask(shape: tuple[int, ...], padding: Padding) -> torch.Tensor:
     return mask.flip(1) if padding == "left" else mask
 
 
-def _warning(component: str, verdict: FormVerdict) -> str:
+def _warning(component: str, verdict: FastPathComparison) -> str:
     rest = f"accel disabled the faster way {verdict.form!r} to compute the graph {component!r}"
     if verdict.error is not None:
         return f"{rest}, and computes the graph in the normal, slower way. The faster way failed on this machine: {verdict.error}"

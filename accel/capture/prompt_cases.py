@@ -13,7 +13,7 @@ from ..upstream.cache_names import CACHE_NAME
 from ..upstream.library_output import quiet
 from .generation_graphs import (
     ENCODER_MASK,
-    CrossAttention,
+    CrossAttentionKeyValueProjection,
     CrossDecoder,
     Encoder,
     split,
@@ -161,7 +161,7 @@ def _complete_sequence(
         fixed: Tensors = {}
         encoded = Encoder(model, None)(**inputs)
         hidden = encoded["last_hidden_state"]
-        cross = CrossAttention(model, None)(encoder_hidden_states=hidden)
+        cross = CrossAttentionKeyValueProjection(model, None)(encoder_hidden_states=hidden)
         fixed.update({graph_name(name): value for name, value in cross.items()})
         # Decoder graphs exported by other tools read the encoder's hidden states directly.
         fixed["encoder_hidden_states"] = hidden

@@ -163,7 +163,7 @@ def replaced(model: torch.nn.Module) -> AbstractContextManager[None]:
     return replaced_attributes(family_of(getattr(inner, "config", None)).replacements(inner))
 
 
-class _SimpleSizes(TorchFunctionMode):
+class _SizeFormulaCheck(TorchFunctionMode):
     """Raise an error in a trace if a tensor size becomes a long formula of the image's height and width."""
 
     def __init__(self, architecture: str) -> None:
@@ -192,7 +192,7 @@ class _SimpleSizes(TorchFunctionMode):
 def _simple_sizes(source: Source) -> Any:
     """Return a context that limits the length of size formulas, for models that accept images of any size."""
     varied = {axis for named in source.axes.values() for axis in named.values()}
-    return _SimpleSizes(source.architecture) if set(IMAGE_AXES) <= varied else nullcontext()
+    return _SizeFormulaCheck(source.architecture) if set(IMAGE_AXES) <= varied else nullcontext()
 
 
 def _without_cache(source: Source) -> AbstractContextManager[None]:

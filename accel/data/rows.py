@@ -33,7 +33,7 @@ _HUB_REVISION = re.compile(r"@([0-9a-f]{40})/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRecord:
+class SampledRowsRecord:
     """Description of the rows that were used, as recorded in manifests.
 
     Attributes:
@@ -70,7 +70,7 @@ class DatasetRows:
     """A `datasets.Dataset` with a record of its source."""
 
     dataset: Any
-    sample: SampleRecord
+    sample: SampledRowsRecord
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -192,7 +192,7 @@ def load_rows(
     info = loaded.info
     return DatasetRows(
         loaded,
-        SampleRecord(
+        SampledRowsRecord(
             source=source,
             split=str(loaded.split) if loaded.split is not None and sha256 is None else None,
             config=None if sha256 or info.config_name in (None, "default") else info.config_name,

@@ -22,7 +22,7 @@ def likeliest(scores: np.ndarray[Any, Any]) -> list[int]:
     return indices
 
 
-class TokenChoice:
+class NextTokenSelector:
     """Choose the next tokens of rows with the same generation settings, as `generate` of transformers does.
 
     Args:
@@ -85,7 +85,7 @@ def _likeliest(scores: torch.Tensor) -> torch.Tensor:
     return torch.tensor(likeliest(scores.detach().numpy())) if scores.is_cpu else scores.argmax(dim=-1)
 
 
-class RowChoice:
+class RowTokenSelector:
     """Choose the tokens of one row with its own generation options.
 
     The chosen tokens are the same as in a call of `generate` with this row as the only row of the batch.
@@ -109,7 +109,7 @@ class RowChoice:
     ) -> None:
         penalties = LogitsProcessorList()
         if options.presence_penalty or options.frequency_penalty:
-            penalties.append(_AnswerPenalty(len(ids), options.presence_penalty, options.frequency_penalty))
+            penalties.append(_PresenceFrequencyPenalty(len(ids), options.presence_penalty, options.frequency_penalty))
         self._ids = torch.tensor([list(ids)])
         try:
             processors, draw, self.ends = token_settings(
@@ -134,7 +134,7 @@ class RowChoice:
                 fix="use token ids of the model's tokenizer.",
             )
         generator = torch.Generator().manual_seed(options.seed) if draw and options.seed is not None else None
-        self._choice = TokenChoice(processors, draw=draw, generator=generator)
+        self._choice = NextTokenSelector(processors, draw=draw, generator=generator)
         self.plain = self._choice.plain
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class RowChoice:
         return int(token)
 
 
-def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[int | AccelError]:
+def choose_tokens(choices: Sequence[RowTokenSelector], logits: torch.Tensor) -> list[int | AccelError]:
     """Return the next token of each row from logits `(rows, vocabulary)`.
 
     If no token can be chosen for a row, the list contains an error in place of the row's token.
@@ -176,7 +176,7 @@ def choose_tokens(choices: Sequence[RowChoice], logits: torch.Tensor) -> list[in
     return tokens
 
 
-class _AnswerPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
+class _PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped here
     """Logits processor for the presence and frequency penalties of OpenAI's API.
 
     It subtracts `presence` once, and `frequency` once per occurrence, from the logit of each token that was already generated.

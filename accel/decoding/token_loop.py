@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..interfaces.protocols import TokenStep
-from .next_token import TokenChoice, likeliest
+from .next_token import NextTokenSelector, likeliest
 from .step import TokenSteps
 
 # Number of token tensors that are allocated at once. The streamer gets one tensor per step.
@@ -17,7 +17,7 @@ _STREAMED_AHEAD = 64
 
 
 def decode_rows(
-    ids: torch.Tensor, logits: torch.Tensor, steps: TokenSteps, choice: TokenChoice, rows: LiveRows, streamer: Any
+    ids: torch.Tensor, logits: torch.Tensor, steps: TokenSteps, choice: NextTokenSelector, rows: LiveRows, streamer: Any
 ) -> torch.Tensor:
     """Generate tokens, and return the prompt and the new tokens as one tensor `(batch, sequence + new)`.
 

@@ -18,13 +18,13 @@ from ..backends.stage_plan import plan_stage
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
-from ..measuring.accuracy.evaluation import Evaluation, evaluate
+from ..measuring.accuracy.evaluation import EvaluationResult, evaluate
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants
 from ..measuring.latency.variants import Traffic, Variant
 from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import printed
-from ..measuring.statistics import Ratio
+from ..measuring.statistics import SpeedupEstimate
 from ..models.base import ORTModel
 from ..stages.adoption import weights_of
 from ..stages.export import export
@@ -44,7 +44,7 @@ _PYTORCH = "PyTorch eager, float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoRow:
+class DemoResultRow:
     """One row of the table.
 
     Attributes:
@@ -111,7 +111,7 @@ class DemoReport:
         disturbed: Signs that other programs used the machine during the measurement.
     """
 
-    rows: tuple[DemoRow, ...]
+    rows: tuple[DemoResultRow, ...]
     max_abs_difference: float
     queries: int
     shape: tuple[int, int]
@@ -136,7 +136,7 @@ class _Case:
         """The variant to time."""
         return Variant(name=self.name, path=self.artifact.path, task=_TASK, backend=self.backend, options=self.options)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> EvaluationResult:
         """Measure accuracy on the whole test set, with one query per call, as in the latency measurement."""
         return evaluate(
             self.artifact, TEST_SET, batch_size=_SHAPE[0], backend=self.backend, session_options=self.options
@@ -176,12 +176,12 @@ def run(out: Path | None = None) -> DemoReport:
                 absent[case.name] = variant.error
                 continue
             (cell,) = variant.cells
-            gain = cell.ratio or Ratio(value=1.0, low=1.0, high=1.0)
+            gain = cell.ratio or SpeedupEstimate(value=1.0, low=1.0, high=1.0)
             same = sum(a == b for a, b in zip(evaluation.predictions, evaluations[0].predictions, strict=True))
             # The shipped weights are float16, but PyTorch loads them as float32: double the size.
             size = case.artifact.bytes * (2 if case.artifact is weights else 1)
             rows.append(
-                DemoRow(
+                DemoResultRow(
                     name=case.name,
                     accuracy=evaluation.value,
                     agreement=same / evaluation.rows,
@@ -307,7 +307,7 @@ def render(report: DemoReport) -> str:
             f"{100 * row.agreement:.2f} %",
             f"{row.median_ms:.2f} ms",
             f"{row.p5_ms:.2f} - {row.p95_ms:.2f}",
-            str(Ratio(value=row.speedup, low=row.speedup_low, high=row.speedup_high)),
+            str(SpeedupEstimate(value=row.speedup, low=row.speedup_low, high=row.speedup_high)),
             f"{row.megabytes:.1f} MB",
         )
     batch, sequence = report.shape
@@ -316,7 +316,7 @@ def render(report: DemoReport) -> str:
         for why in dict.fromkeys(report.absent.values())
     )
     tuned = report.tuned
-    gain = Ratio(value=tuned.speed, low=tuned.speed_low, high=tuned.speed_high) if tuned is not None else None
+    gain = SpeedupEstimate(value=tuned.speed, low=tuned.speed_low, high=tuned.speed_high) if tuned is not None else None
     disturbed = f"Other programs disturbed the latencies: {'; '.join(report.disturbed)}.\n" if report.disturbed else ""
     search = (
         f"accel tune tested {tuned.candidates} candidates in {tuned.seconds:.0f} s. The fastest candidate that loses at most "

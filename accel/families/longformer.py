@@ -21,7 +21,7 @@ def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor
     return ((input_ids == sep_token_id).to(torch.int64).cumsum(1) == 0).sum(1)
 
 
-class SeparatedQuestion(Wrapper):
+class LongformerQuestionAnswering(Wrapper):
     """Longformer for question answering, with global attention for the question (the tokens before the first separator of each row).
 
     transformers searches the separators in the complete batch and assumes that each row has exactly three. This class searches the
@@ -54,7 +54,7 @@ class Longformer(Roberta):
 
     def traced_module(self, model: torch.nn.Module) -> torch.nn.Module:
         """Wrap a model with the question-answering head."""
-        return SeparatedQuestion(model) if hasattr(model, "qa_outputs") else model
+        return LongformerQuestionAnswering(model) if hasattr(model, "qa_outputs") else model
 
     def replacements(self, model: Any) -> list[Replacement]:
         """Return versions of the sliding-window attention and of the search for the question that can be traced."""

@@ -72,7 +72,7 @@ def _noise(noise: torch.Tensor | None) -> Iterator[None]:
         yield
 
 
-class _Speaking(Wrapper):
+class _SpeakerConditionedWrapper(Wrapper):
     def speaker(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Return the speaker's embedding `(batch, size, 1)`, or `None` if the model has only one speaker."""
         if SPEAKER not in inputs:
@@ -81,7 +81,7 @@ class _Speaking(Wrapper):
         return embed(inputs[SPEAKER]).unsqueeze(-1)
 
 
-class _TextEncoder(_Speaking):
+class _TextEncoder(_SpeakerConditionedWrapper):
     """Text encoder: tokens to `prior_means` and `prior_log_variances: (batch, sequence, channels)`, and `log_durations`.
 
     `log_durations` is `(batch, sequence)`.
@@ -104,7 +104,7 @@ class _TextEncoder(_Speaking):
         }
 
 
-class _Waveforms(_Speaking):
+class _WaveformDecoder(_SpeakerConditionedWrapper):
     """Waveform decoder: frames `(batch, channels, frames)` to `waveform: (batch, samples)` and `spectrogram`.
 
     `spectrogram` is `(batch, channels, frames)`.
@@ -155,7 +155,7 @@ class Vits(Family):
             text_axes[NOISE] = {0: "batch", 2: "sequence"}
         return (
             ModelPart(name=TEXT_ENCODER, model=_TextEncoder(model).eval(), example=text, axes=text_axes),
-            ModelPart(name=WAVEFORM_DECODER, model=_Waveforms(model).eval(), example=frames, axes=frame_axes),
+            ModelPart(name=WAVEFORM_DECODER, model=_WaveformDecoder(model).eval(), example=frames, axes=frame_axes),
         )
 
 

@@ -77,7 +77,7 @@ class DecoderWithoutCache(_SessionWrapper):
             results: dict[str, torch.Tensor] = self._session.run(feeds, outputs=outputs, out=out)
             return results
         check_state(state, self, stateful=True, out=out)
-        assert isinstance(state, TokenState)
+        assert isinstance(state, UncachedDecoderState)
         all_feeds, new = state.extended(feeds)
         results = self._session.run(all_feeds, outputs=outputs)
         state.store({name: tensor for name, tensor in all_feeds.items() if state.growing_axis(name)})
@@ -90,10 +90,10 @@ class DecoderWithoutCache(_SessionWrapper):
 
     def new_state(self, batch: int) -> State:
         """Return a state without tokens."""
-        return TokenState(self, self._component, batch)
+        return UncachedDecoderState(self, self._component, batch)
 
 
-class TokenState(State):
+class UncachedDecoderState(State):
     """State of a decoder without a KV cache. It contains the inputs that have one column for each token, such as `input_ids`."""
 
     readable = False

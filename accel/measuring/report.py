@@ -1,7 +1,7 @@
 """Reports of measurements: a self-contained HTML page, a PNG, and a table for the terminal.
 
-All reports are created from the JSON form of a benchmark (`Benchmark.to_dict()`) or a search (`Tuning.to_dict()`), so that a report can be
-created again from a file.
+All reports are created from the JSON form of a benchmark (`BenchmarkResult.to_dict()`) or a search (`TuningResult.to_dict()`), so that a
+report can be created again from a file.
 """
 
 from __future__ import annotations

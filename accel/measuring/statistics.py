@@ -1,6 +1,6 @@
 """Statistics of measurements: the bootstrap, a summary of latencies, and the speed-up with its confidence interval.
 
-Every speed-up that accel prints or writes is a `Ratio` computed by `speedup`, so that all tables show the same statistic of a
+Every speed-up that accel prints or writes is a `SpeedupEstimate` computed by `speedup`, so that all tables show the same statistic of a
 measurement.
 """
 
@@ -22,7 +22,7 @@ _CHUNK = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class LatencySummary:
     """Summary of latencies, in milliseconds.
 
     Attributes:
@@ -42,7 +42,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
+class SpeedupEstimate:
     """Speed-up compared with the baseline, with its confidence interval.
 
     Attributes:
@@ -110,11 +110,11 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def summarize(milliseconds: Sequence[float]) -> Summary:
+def summarize(milliseconds: Sequence[float]) -> LatencySummary:
     """Return the summary of one or more latencies."""
     values = np.asarray(milliseconds, dtype=np.float64)
     p50, p95, p99 = np.percentile(values, [50, 95, 99])
-    return Summary(
+    return LatencySummary(
         calls=len(values),
         mean=float(values.mean()),
         sd=float(values.std(ddof=1)) if len(values) > 1 else 0.0,
@@ -132,7 +132,7 @@ def speedup(
     *,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Ratio:
+) -> SpeedupEstimate:
     """Return the speed-up of a variant over the baseline with its 95 % interval, from costs measured in the same rounds.
 
     The estimate for one workload is the median over rounds of `baseline / other`; the estimate for several workloads is the geometric
@@ -152,7 +152,7 @@ def speedup(
     value = math.exp(float(np.mean([np.median(ratios) for ratios in logs])))
     rounds = min(len(ratios) for ratios in logs)
     if rounds == 1:
-        return Ratio(value=value, low=0.0, high=math.inf)
+        return SpeedupEstimate(value=value, low=0.0, high=math.inf)
     from scipy.special import ndtr, stdtrit  # imported only when needed, because the import takes half a second
 
     generator = np.random.default_rng(seed)
@@ -163,7 +163,7 @@ def speedup(
     quantile = stdtrit(rounds - 1, 0.975)
     outside = ndtr(-math.sqrt(rounds / (rounds - 1)) * quantile)
     low, high = (float(end) for end in np.quantile(np.mean(medians, axis=0), [outside, 1 - outside]))
-    return Ratio(
+    return SpeedupEstimate(
         value=value,
         low=min(value, math.exp(low)),
         high=max(value, math.exp(high)),

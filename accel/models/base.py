@@ -33,7 +33,7 @@ from ..interfaces.task_registry import load_task, missing_config, read_config, s
 from ..interfaces.task_spec import LABELS, TaskSpec
 from ..stages.export import folder_identity, was_removed, with_artifact
 from .arguments import LoadingArguments, read_arguments
-from .inputs import Inputs, too_long
+from .inputs import InputConverter, too_long
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .module_interface import ModuleInterface
@@ -293,7 +293,7 @@ class ORTModel(ModuleInterface, Saveable):
         first = self._session.inputs[0]
         self._limited = first.name if self._limit and first.shape and first.shape[-1] == "sequence" else None
         self._loss = task_spec(self.artifact.task).loss
-        self._inputs = Inputs(
+        self._inputs = InputConverter(
             self._input_names, frozenset(component.unused_inputs), frozenset(component.own_defaults), self.config,
             frozenset(self._output_groups),
         )  # fmt: skip
@@ -443,7 +443,7 @@ class ORTModel(ModuleInterface, Saveable):
         """Check the inputs, run the graph and wrap the outputs. Torch inputs give torch outputs; NumPy inputs give NumPy outputs.
 
         The code for the most common case, tensors from a tokenizer, is short, because it must be fast when the processor's caches are
-        cold. These tensors are passed to the session unchanged. `Inputs.read` converts all other inputs.
+        cold. These tensors are passed to the session unchanged. `InputConverter.read` converts all other inputs.
         """
         numpy = wants_tuple = False
         targets: dict[str, Any] = {}

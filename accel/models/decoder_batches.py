@@ -20,7 +20,7 @@ _NEW_TOKENS = 32
 _NEW_AXIS = "sequence"
 
 
-class PartBatches:
+class PartCalibrationBatches:
     """Batches of an encoder-decoder's inputs, and the inputs of each of its graphs, recorded while `generate` runs over all batches.
 
     Args:

@@ -20,7 +20,7 @@ from ..artifact.manifest import Artifact
 from ..artifact.processor_loading import open_generation_config
 from ..decoding.host_threads import has_own_threads, one_thread
 from ..decoding.kv_cache import StateCache, UncopiedStateLayer, is_theirs, renamed
-from ..decoding.next_token import TokenChoice
+from ..decoding.next_token import NextTokenSelector
 from ..decoding.step import INTEGERS, DecoderStep, TokenSteps
 from ..decoding.token_loop import LiveRows, decode_rows
 from ..errors import ConfigError, InputError
@@ -28,7 +28,7 @@ from ..interfaces.family_registry import family_of
 from ..interfaces.protocols import Feeds, Session
 from ..interfaces.session_contract import check_filled, check_readable
 from ..upstream.cache_names import CACHE_NAME
-from ..upstream.generate_hooks import GenerateHooks, SampleCall
+from ..upstream.generate_hooks import DecodingLoopArguments, GenerateHooks
 from .base import ORTModel
 from .outputs import fast_output, numpy_too
 
@@ -207,7 +207,7 @@ class Generator(ORTModel, GenerateHooks):
             if name in _MASKS and self.decoder_step.fills_rows and value.is_cpu:
                 check_filled(value.numpy(), name)
 
-    def decode(self, call: SampleCall) -> torch.Tensor | None:
+    def decode(self, call: DecodingLoopArguments) -> torch.Tensor | None:
         """Generate tokens with accel's greedy or sampling loop. Return `None` for calls that need transformers' own loop."""
         cache, longest = call.kwargs.get(CACHE_NAME), call.criteria.max_length
         if (
@@ -221,7 +221,7 @@ class Generator(ORTModel, GenerateHooks):
         ):
             return None
         rows = LiveRows(len(call.ids), call.end_tokens, call.padding_token, longest - call.ids.shape[1])
-        choice = TokenChoice(call.processors, draw=call.config.do_sample)
+        choice = NextTokenSelector(call.processors, draw=call.config.do_sample)
         steps = TokenSteps(self.decoder_step, cache, call.first_logits, steps=rows.left - 1, padding=call.padding_token)
         with one_thread() if has_own_threads(self) else contextlib.nullcontext():
             tokens = decode_rows(call.ids, call.prompt_logits(), steps, choice, rows, call.streamer)

@@ -20,7 +20,7 @@ _OUTPUT_FLAGS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputConverter:
     """Converter from the inputs of a call to the inputs of a graph.
 
     Attributes:

@@ -34,7 +34,7 @@ class ImageModel(ORTModel):
         return self._run({"pixel_values": pixel_values, **inputs})
 
 
-class ImageTextModel(ORTModel):
+class ImageTextSimilarityModel(ORTModel):
     """A model that compares images with texts."""
 
     def forward(self, input_ids: Any = None, pixel_values: Any = None, **inputs: Any) -> Any:

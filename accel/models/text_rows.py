@@ -23,7 +23,7 @@ COUNTED = "counted"
 """Key of a row's pooling mask. Rows have the mask only if the model excludes its prompt from pooling."""
 
 
-class TextRows:
+class TextBatcher:
     """Tokenizer and batcher of texts. Threads must not share an object, because a fast tokenizer stores settings between calls.
 
     Args:
@@ -68,7 +68,7 @@ class TextRows:
         return {name: padded([row[name] for row in rows], self._padding.get(name, 0), left=left) for name in rows[0]}
 
 
-class SentenceRows(TextRows):
+class SentenceRows(TextBatcher):
     """Tokenizer of texts that uses the prompt, lowercasing and maximum length in a model's sentence-transformers files.
 
     Args:
@@ -137,7 +137,7 @@ def prompt_length(tokenizer: Any, prompt: str) -> int:
     return len(ids) - (ids[-1] in tokenizer.all_special_ids)
 
 
-class SentenceVectors:
+class SentenceEmbeddingFunction:
     """Function that computes sentence embeddings in float32 from a model's outputs.
 
     Args:
@@ -201,7 +201,7 @@ class Embedder(SentenceRows):
 
     def __init__(self, model: Any, tokenizer: Any = None) -> None:
         self.model = model
-        self._vectors: SentenceVectors = model.sentence_vectors
+        self._vectors: SentenceEmbeddingFunction = model.sentence_vectors
         tokenizer = tokenizer or kept_companion_of(model, "AutoTokenizer")
         super().__init__(tokenizer, self._vectors.settings, model.artifact.components[0].max_sizes.get("sequence"))
 
@@ -212,7 +212,7 @@ class Embedder(SentenceRows):
         return self._vectors(self.model(**inputs), inputs.get("attention_mask"), counted)
 
 
-class PairScorer(TextRows):
+class PairScorer(TextBatcher):
     """Scorer of text pairs that returns the logits of a cross-encoder, before the activation function.
 
     Args:

@@ -20,7 +20,7 @@ class _PipelineStopped(Exception):  # noqa: N818  # used for control flow, not a
     """Raised to stop a pipeline's call: contains the items to compute and the parameters of the pipeline's three steps."""
 
 
-class _Loop:
+class _PipelineLoopMixin:
     """Mixin that replaces a pipeline's loop over its items. Without `answers` it raises `_PipelineStopped`; with `answers` it returns them.
 
     The pipeline's `__call__` still converts its inputs and its results.
@@ -44,7 +44,7 @@ class PipelineHandler:
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._loop = _Loop()
+        self._loop = _PipelineLoopMixin()
         pipe.run_single, pipe.get_iterator = self._loop.run_single, self._loop.get_iterator
         self._known = known_options(type(pipe))
         self._chunks = isinstance(pipe, ChunkPipeline)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..artifact.sentence_settings import sentence_settings
 from ..errors import InputError, did_you_mean
-from ..models.text_rows import TextRows, TokenRow
+from ..models.text_rows import TextBatcher, TokenRow
 from .job import Options, PreparedRequest, Row, UnknownOptionError
 
 
@@ -75,7 +75,7 @@ def find_prompt(prompts: Mapping[str, str], name: str | Sequence[str] | None) ->
 
 
 @contextmanager
-def cutting(rows: TextRows, options: Options) -> Iterator[None]:
+def cutting(rows: TextBatcher, options: Options) -> Iterator[None]:
     """Apply the options `truncation` and `truncation_side` inside the `with` block."""
     tokenizer = rows.tokenizer
     side, longest = tokenizer.truncation_side, rows.max_length

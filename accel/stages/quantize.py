@@ -65,7 +65,7 @@ def quantize(
     started = time.perf_counter()
     with staging(target) as folder:
         progress.report(f"quantizing ({config.scheme})", 0, 1)
-        watched = None if calibration is None else _CompletedBatches(calibration, artifact.components[0])
+        watched = None if calibration is None else _CalibrationBatches(calibration, artifact.components[0])
         result = quantizer.quantize(artifact, config=config, calibration=watched, out=folder)
         result = _with_calibration(result, calibration if watched is not None and watched.used else None)
         result = result.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
@@ -122,7 +122,7 @@ def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
         )
 
 
-class _CompletedBatches:
+class _CalibrationBatches:
     """Calibration batches with missing inputs set to their defaults. `used` is true after the quantizer has read them."""
 
     def __init__(self, batches: Iterable[Mapping[str, torch.Tensor]], component: Component) -> None:

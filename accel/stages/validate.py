@@ -15,7 +15,7 @@ from ..artifact.manifest import Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.plan import RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..capture.graph_forms import FormVerdict, HasForms
+from ..capture.graph_forms import FastPathComparison, SessionWithFastPaths
 from ..config import ExportConfig, check_number, checked_arguments
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import features_task, task_spec
@@ -32,7 +32,7 @@ _HIDDEN_STATES = "last_hidden_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class ValidationResult:
     """The comparison of an artifact with its PyTorch model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Validation:
     tolerance: float
     shapes: tuple[Mapping[str, int], ...]
     backend: str
-    forms: tuple[FormVerdict, ...] = ()
+    forms: tuple[FastPathComparison, ...] = ()
 
 
 @checked_arguments(artifact=(Artifact, str, os.PathLike), device=str, hub=HubOptions)
@@ -62,7 +62,7 @@ def validate(
     device: str | None = None,
     atol: float | None = None,
     hub: HubOptions | None = None,
-) -> Validation:
+) -> ValidationResult:
     """Compare an artifact with the PyTorch model that it was made from, on five shapes with padded rows.
 
     Args:
@@ -111,12 +111,15 @@ def validate(
             }
         )
         forms = [
-            v for session in sessions.sessions.values() if isinstance(session, HasForms) for v in session.check_forms()
+            v
+            for session in sessions.sessions.values()
+            if isinstance(session, SessionWithFastPaths)
+            for v in session.check_forms()
         ]
     finally:
         sessions.close()
     progress.report("compared", 2, 2)
-    return Validation(
+    return ValidationResult(
         passed=comparison["max_abs_difference"] <= comparison["tolerance"],
         max_abs_difference=comparison["max_abs_difference"],
         tolerance=comparison["tolerance"],

@@ -21,7 +21,15 @@ from ..measuring.accuracy.metrics import correlation
 from ..measuring.accuracy.predictors import CosinePredictor, Predictor
 from ..models.base import ORTModel
 from ..models.outputs import SentenceEmbeddingOutput
-from ..models.text_rows import COUNTED, Embedder, SentenceRows, SentenceVectors, TokenRow, in_batches, prompt_length
+from ..models.text_rows import (
+    COUNTED,
+    Embedder,
+    SentenceEmbeddingFunction,
+    SentenceRows,
+    TokenRow,
+    in_batches,
+    prompt_length,
+)
 from ..serving.batch_formation import can_pad
 from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation
@@ -49,7 +57,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         pools = self.artifact.task == "sentence-similarity" and "last_hidden_state" in returned
         self._pools = pools and "sentence_embedding" not in returned
         self._after = self._named_and_pooled if self._roles or self._pools else None
-        self._vectors: SentenceVectors | None = None
+        self._vectors: SentenceEmbeddingFunction | None = None
         if self._pools or "sentence_embedding" in returned:
             return SentenceEmbeddingOutput
         if "pooler_output" in names:
@@ -57,7 +65,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         return modeling_outputs.BaseModelOutput
 
     @property
-    def sentence_vectors(self) -> SentenceVectors:
+    def sentence_vectors(self) -> SentenceEmbeddingFunction:
         """Function that computes sentence embeddings from outputs, configured by the files next to the graph.
 
         Raises:
@@ -67,7 +75,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         if self._vectors is None:
             recorded = recorded_export(self.artifact)
             settings = sentence_settings(self.artifact.path)
-            self._vectors = SentenceVectors(settings, pooling=recorded.pooling, normalize=recorded.normalize)
+            self._vectors = SentenceEmbeddingFunction(settings, pooling=recorded.pooling, normalize=recorded.normalize)
         return self._vectors
 
     def _named_and_pooled(self, values: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +158,7 @@ class SimilarityPredictor(CosinePredictor):
 
     def _encode(self) -> EncodedRows:
         both = texts(self.rows, "text") + texts(self.rows, "text_pair")
-        self._vectors = SentenceVectors(self.settings)
+        self._vectors = SentenceEmbeddingFunction(self.settings)
         reader = SentenceRows(self.processor, self.settings, self.max_length)
         with quiet():
             rows = reader.rows(both)
@@ -201,8 +209,8 @@ class EmbeddingOperation(Operation):
     def offered(self, model: ORTModel) -> bool:
         return hasattr(model, "encode") and "input_ids" in model.input_names
 
-    def work(self, model: ORTModel, tokenizer: Any) -> Embedding:
-        return Embedding(model, tokenizer)
+    def work(self, model: ORTModel, tokenizer: Any) -> EmbeddingHandler:
+        return EmbeddingHandler(model, tokenizer)
 
     def columns(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         import pyarrow as pa
@@ -261,7 +269,7 @@ class EmbeddingOperation(Operation):
         )
 
 
-class Embedding:
+class EmbeddingHandler:
     """Request handler of the operation `embed`: computes embeddings like `ORTModelForFeatureExtraction.encode`.
 
     The result is `(hidden,)` float32 for one text and `(texts, hidden)` for a list of texts. A text can also be a list of token ids of the

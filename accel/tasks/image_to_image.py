@@ -32,7 +32,7 @@ def _decibel_sums(predictions: Values, _: Values) -> Floats:
 _PSNR = metric_of_sums("psnr", _decibel_sums, {"psnr": ratio}, points=1.0)
 
 
-class PixelErrorPredictor(PicturePredictor):
+class PsnrPredictor(PicturePredictor):
     """Predictor of the peak signal-to-noise ratio (PSNR) of each generated image compared with its reference, in decibels."""
 
     kind = "pixels"
@@ -61,7 +61,7 @@ class ImageToImage(Task):
     model = ORTModelForImageToImage
 
     def predictor(self, config: Any) -> type[Predictor]:
-        return PixelErrorPredictor
+        return PsnrPredictor
 
     def pipeline(self, name: str) -> type[Any]:
         from .image_to_image_pipeline import ImageToImagePipeline

@@ -350,8 +350,8 @@ class RankingOperation(Operation):
     def offered(self, model: ORTModel) -> bool:
         return hasattr(model, "rank") and getattr(model.config, "num_labels", 0) == 1
 
-    def work(self, model: ORTModel, tokenizer: Any) -> Ranking:
-        return Ranking(model, tokenizer)
+    def work(self, model: ORTModel, tokenizer: Any) -> RankingRequestHandler:
+        return RankingRequestHandler(model, tokenizer)
 
     def count(self, inputs: Any) -> int:
         if not isinstance(inputs, list | tuple) or len(inputs) != 2 or not isinstance(inputs[1], list | tuple):
@@ -449,7 +449,7 @@ class RankingOperation(Operation):
         )
 
 
-class Ranking:
+class RankingRequestHandler:
     """Request handler of the operation `rank`: ranks documents for a query, like `ORTModelForSequenceClassification.rank`."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:

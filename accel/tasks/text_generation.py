@@ -15,7 +15,7 @@ from ..decoding.kv_cache import StateCache, one_cache
 from ..deploying.triton.text_fronts import TextFront, TritonTensor
 from ..errors import InputError, TaskError
 from ..interfaces.task import Task
-from ..measuring.accuracy.metrics import Floats, TokenScores, Values, metric_of_sums, ratio
+from ..measuring.accuracy.metrics import Floats, LanguageModelPrediction, Values, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.base import ORTModel
 from ..models.generation_mixin import Generator
@@ -142,7 +142,7 @@ class NextTokenPredictor(Predictor):
         )
 
     def predict(self, model: Model, what: str) -> list[Any]:
-        """Return a `TokenScores` for each row, summed over its windows."""
+        """Return a `LanguageModelPrediction` for each row, summed over its windows."""
         losses = np.zeros(len(self.rows))
         likeliest: list[list[int]] = [[] for _ in range(len(self.rows))]
         for part, feeds, output in self.batches(model, what):
@@ -154,7 +154,10 @@ class NextTokenPredictor(Predictor):
                 true_tokens = targets[index, :count]
                 losses[row] += float(torch.nn.functional.cross_entropy(window_logits, true_tokens, reduction="sum"))
                 likeliest[row] += window_logits.argmax(-1).tolist()
-        return [TokenScores(float(loss), len(row), tuple(row)) for loss, row in zip(losses, likeliest, strict=True)]
+        return [
+            LanguageModelPrediction(float(loss), len(row), tuple(row))
+            for loss, row in zip(losses, likeliest, strict=True)
+        ]
 
     def agreement(self, first: Sequence[Any], second: Sequence[Any]) -> float | None:
         """Return the fraction of tokens for which two models predict the same next token."""

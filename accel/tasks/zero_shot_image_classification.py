@@ -17,7 +17,7 @@ from ..data.labels import candidate_texts
 from ..data.rows import DatasetRows
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Predictor, ZeroShotPredictor
-from ..models.modality_models import ImageTextModel
+from ..models.modality_models import ImageTextSimilarityModel
 
 
 @dataclass
@@ -37,7 +37,7 @@ class ImageTextOutput(ModelOutput):  # type: ignore[misc]  # transformers is unt
     text_embeds: torch.Tensor | None = None
 
 
-class ORTModelForZeroShotImageClassification(ImageTextModel):
+class ORTModelForZeroShotImageClassification(ImageTextSimilarityModel):
     """Model that compares images with texts: `logits_per_image: (batch, texts)`."""
 
     task = "zero-shot-image-classification"

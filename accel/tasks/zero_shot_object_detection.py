@@ -18,11 +18,11 @@ from ..data.rows import DatasetRows
 from ..errors import InputError
 from ..interfaces.task import Sample, Task
 from ..measuring.accuracy.predictors import Model, Predictor
-from ..models.modality_models import ImageTextModel
+from ..models.modality_models import ImageTextSimilarityModel
 from .object_detection import DetectionPredictor, ObjectDetectionOutput, categories
 
 
-class ORTModelForZeroShotObjectDetection(ImageTextModel):
+class ORTModelForZeroShotObjectDetection(ImageTextSimilarityModel):
     """Model that detects the objects that are named by texts.
 
     Outputs are `logits: (batch, queries, texts per image)` and `pred_boxes: (batch, queries, 4)`. Grounding DINO needs one text per image

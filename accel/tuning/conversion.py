@@ -23,7 +23,7 @@ from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants, pytorch_variant
-from ..measuring.latency.results import Benchmark
+from ..measuring.latency.results import BenchmarkResult
 from ..measuring.latency.variants import Traffic
 from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import write_html
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class ConversionResult:
     """Artifacts and measurements of a conversion.
 
     Attributes:
@@ -51,7 +51,7 @@ class Conversion:
 
     path: Path
     artifacts: dict[str, Artifact]
-    benchmark: Benchmark
+    benchmark: BenchmarkResult
     failed: dict[str, str]
 
 
@@ -73,7 +73,7 @@ def convert(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-) -> Conversion:
+) -> ConversionResult:
     """Export, optimize and quantize a model for all available backends, check each artifact, and time all of them next to PyTorch.
 
     The conversion takes 4 to 25 s for the export to each format, some seconds for each optimized or quantized artifact, and the
@@ -158,7 +158,7 @@ def convert(
         (folder / "benchmark.json").write_text(json_text(values) + "\n", encoding="utf-8")
         write_html(values, folder / "report.html", title=f"accel convert {model}")
     failed = {label: error.message.splitlines()[0] for label, error in errors.items()}
-    return Conversion(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
+    return ConversionResult(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
 
 
 def _preset(

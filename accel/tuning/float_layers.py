@@ -31,7 +31,7 @@ _PROBE_ROWS = 64
 _PROBE_BATCHES = 4
 
 
-class FloatLayers:
+class FloatLayerSearch:
     """Tries quantized candidates. If no candidate meets the constraints, it tries candidates with some layers in float.
 
     Args:

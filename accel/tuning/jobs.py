@@ -78,7 +78,7 @@ class Accuracy:
         higher_is_better: Whether larger values are better.
         scored: Value and predictions; without predictions if they have already been compared.
         rows: Number of rows.
-        data: The sample of rows; see `accel.data.rows.SampleRecord`.
+        data: The sample of rows; see `accel.data.rows.SampledRowsRecord`.
         comparison: Comparison with the baseline; `None` for the baseline itself.
         batch_size: Number of rows in each call; if several batch sizes were measured, the one with the largest drop.
         by_batch: Value of the metric for each batch size.

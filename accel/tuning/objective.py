@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import Cell, VariantResult
-from ..measuring.statistics import Ratio, speedup
+from ..measuring.statistics import SpeedupEstimate, speedup
 from .candidates import Candidate, SearchSpace
 from .subject import TriedCandidate
 from .trials import Goal, Trial
@@ -45,11 +45,11 @@ class CandidateComparison:
         """
         return self._screened(tried) if tried.final is None else self.speedup(tried).value
 
-    def speedup(self, tried: TriedCandidate) -> Ratio:
+    def speedup(self, tried: TriedCandidate) -> SpeedupEstimate:
         """Return the objective relative to the baseline of the same measurement; tables print this number."""
         return self._ratio(tried.last.result, tried.last.anchor)
 
-    def advantage(self, survivor: TriedCandidate, other: TriedCandidate) -> Ratio:
+    def advantage(self, survivor: TriedCandidate, other: TriedCandidate) -> SpeedupEstimate:
         """Return how many times better `survivor` is than `other`."""
         if _calls(survivor.last.anchor) == _calls(other.last.anchor):
             # Both candidates were measured in the same rounds.
@@ -57,13 +57,13 @@ class CandidateComparison:
         first, second = self.speedup(survivor), self.speedup(other)
         low = first.low / second.high
         high = first.high / second.low if second.low > 0 else float("inf")
-        return Ratio(value=first.value / second.value, low=low, high=high)
+        return SpeedupEstimate(value=first.value / second.value, low=low, high=high)
 
     def best(self, fitting: Sequence[TriedCandidate]) -> TriedCandidate | None:
         """Return the simplest candidate that is as good as the best one.
 
-        `Ratio.equal` decides which candidates are as good. `Candidate.complexity` decides which is the simplest; among equally simple
-        candidates, the one that was tried first wins.
+        `SpeedupEstimate.equal` decides which candidates are as good. `Candidate.complexity` decides which is the simplest; among
+        equally simple candidates, the one that was tried first wins.
         """
         equal = [tried for tried in fitting if tried is fitting[0] or self.advantage(fitting[0], tried).equal]
         order = list(map(id, self.tried.values()))
@@ -103,13 +103,13 @@ class CandidateComparison:
                 return f"PyTorch float32 took {min(times):.3g} ms for {workload} in one measurement and {max(times):.3g} ms in another"
         return ""
 
-    def _ratio(self, result: VariantResult, baseline: VariantResult) -> Ratio:
+    def _ratio(self, result: VariantResult, baseline: VariantResult) -> SpeedupEstimate:
         """Return the objective relative to a baseline that was measured in the same rounds; larger is better. For the objective
         `size`, both ends of the interval equal the ratio.
         """
         if self._objective == "size":
             exact = (baseline.bytes or 1) / (result.bytes or 1)
-            return Ratio(value=exact, low=exact, high=exact)
+            return SpeedupEstimate(value=exact, low=exact, high=exact)
         # If the time limit was reached, one variant may have fewer rounds than the other.
         pairs = [
             (a[: len(b)], b[: len(a)])

@@ -37,12 +37,12 @@ from ..measuring.latency.results import VariantResult, ratio_of
 from ..measuring.latency.variants import Variant, process_path
 from ..measuring.latency.workloads import WorkloadSettings
 from ..models.base import ORTModel
-from ..models.decoder_batches import PartBatches
+from ..models.decoder_batches import PartCalibrationBatches
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
 from ..stages.resolution import resolve
 from .candidates import Recipe, SearchSpace
-from .float_layers import FloatLayers, with_float_layers
+from .float_layers import FloatLayerSearch, with_float_layers
 from .search import Preset, Proposal, Search
 from .store import ResultStore
 from .subject import SearchSubject, TimeBudget, TriedCandidate
@@ -194,7 +194,7 @@ def quantize(
             max_length=max_length,
         )
         if task_spec(artifact.task).encoder_decoder and len(artifact.components) > 1:
-            batches = PartBatches(artifact, batches)
+            batches = PartCalibrationBatches(artifact, batches)
     if data is None:
         return quantize_once(artifact, target, calibration=batches, backend=backend, config=chosen)
     labelled = EvaluationData(
@@ -214,7 +214,7 @@ def quantize(
             load=WorkloadSettings(batch=(prepared.predictor.batch_size,), call=_median_rows(prepared, artifact.task)),
             store=ResultStore(work / "search"), clock=TimeBudget(limit_s=None), watch=watch, processes=0,
         )  # fmt: skip
-        layers = FloatLayers(search, subject, artifact, prepared, batches, backend if runs else None, work)
+        layers = FloatLayerSearch(search, subject, artifact, prepared, batches, backend if runs else None, work)
         try:
             search.builder.add(root, artifact)
             winner = search.run(_preset(search, layers, recipes, measure_speed=measure_speed))
@@ -285,7 +285,7 @@ def _median_rows(prepared: EvaluationSet, task: str) -> dict[str, Any]:
 
 
 def _preset(
-    search: Search, layers: FloatLayers, recipes: Sequence[Recipe], *, measure_speed: bool
+    search: Search, layers: FloatLayerSearch, recipes: Sequence[Recipe], *, measure_speed: bool
 ) -> Preset[TriedCandidate | None]:
     """Try the recipes, time those within the budget next to the float artifact, and return the fastest (if equal, the simplest)."""
     yield from layers.proposals(recipes)
@@ -313,7 +313,7 @@ def _median_ms(result: VariantResult) -> float:
     return result.cells[0].latency.median
 
 
-def _table(layers: FloatLayers, search: Search, winner: TriedCandidate | None = None) -> list[Attempt]:
+def _table(layers: FloatLayerSearch, search: Search, winner: TriedCandidate | None = None) -> list[Attempt]:
     """Return one row for each attempt, in order."""
     table = []
     for recipe, in_float, tried, seconds in layers.attempts:
@@ -333,7 +333,7 @@ def _table(layers: FloatLayers, search: Search, winner: TriedCandidate | None = 
 
 
 def _keep(
-    winner: TriedCandidate, layers: FloatLayers, search: Search, prepared: EvaluationSet, skipped: Sequence[Attempt],
+    winner: TriedCandidate, layers: FloatLayerSearch, search: Search, prepared: EvaluationSet, skipped: Sequence[Attempt],
     max_drop: float | None, work: Path,
 ) -> Artifact:  # fmt: skip
     """Make the winner the only content of `work`, with the search table in its manifest."""

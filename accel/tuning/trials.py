@@ -15,7 +15,7 @@ from ..measuring.accuracy.evaluation import rows_a_call
 from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import VariantResult
 from ..measuring.report import disturbed, printed
-from ..measuring.statistics import Ratio
+from ..measuring.statistics import SpeedupEstimate
 
 Objective = Literal["latency", "throughput", "size", "cost"]
 
@@ -119,7 +119,7 @@ class Trial:
     digest: str | None = None
     bytes: int | None = None
     speed: float | None = None
-    speedup: Ratio | None = None
+    speedup: SpeedupEstimate | None = None
     result: VariantResult | None = None
     disturbed: tuple[str, ...] = ()
     value: float | None = None
@@ -133,7 +133,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class TuningResult:
     """Result of a search.
 
     Attributes:
@@ -263,7 +263,7 @@ def no_fit(
     )
 
 
-def render(tuning: Tuning) -> str:
+def render(tuning: TuningResult) -> str:
     """Return the Pareto front, the winner and the rejected candidates as text for a terminal."""
     from rich.table import Table
 
@@ -298,7 +298,7 @@ def render(tuning: Tuning) -> str:
     )
 
 
-def _notes(tuning: Tuning) -> list[str]:
+def _notes(tuning: TuningResult) -> list[str]:
     """Return notes about how the numbers of the table were measured."""
     notes = []
     if tuning.side_by_side is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_text import finite, json_text
-from ..artifact.manifest import Artifact, RunRecord
+from ..artifact.manifest import Artifact, FastestRunSettings
 from ..artifact.resolved_model import ResolvedModel
 from ..artifact.writing import check_output, staging, tool_versions
 from ..backends import registry
@@ -30,7 +30,7 @@ from .jobs import CalibrationData
 from .search import Preset, Proposal, Search
 from .store import ResultStore
 from .subject import SearchSubject, TimeBudget, TriedCandidate, load_key
-from .trials import Constraints, Goal, Objective, Trial, Tuning, no_fit
+from .trials import Constraints, Goal, Objective, Trial, TuningResult, no_fit
 from .tune_proposals import tune_proposals
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def tune(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-) -> Tuning:
+) -> TuningResult:
     """Find the best artifact and run options for this machine, this data and these constraints, and write the artifact.
 
     Takes minutes: one export for each format, seconds for each recipe, about 10 s for each candidate that is timed, and
@@ -175,8 +175,8 @@ def tune(
         search.close()
 
 
-def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
-    """Generator of the proposals of `accel.tune` for `Search.run`; it returns the `Tuning` after it has chosen and written the winner.
+def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[TuningResult]:
+    """Generator of the proposals of `accel.tune` for `Search.run`; it returns the `TuningResult` when the winner is chosen and written.
 
     Raises:
         BudgetError: No candidate meets the constraints.
@@ -212,14 +212,14 @@ def _preset(search: Search, space: SearchSpace, target: Path) -> Preset[Tuning]:
 
 def _tuning(
     search: Search, winner: TriedCandidate, trials: Sequence[Trial], side_by_side: VariantResult | None
-) -> Tuning:
+) -> TuningResult:
     facts = machine()
     del facts["home"], facts["executable"]
     blocks = winner.last.result.cells[0].milliseconds
     settings = {**load_key(search.load), "threads": search.load.threads or available_processors(),
                 "callers": search.timer.traffic.callers, "rounds": len(blocks), "calls": len(blocks[0])}  # fmt: skip
     reference = search.grader.reference()
-    return Tuning(
+    return TuningResult(
         artifact=Artifact.load(winner.artifact.path),
         winner=next(trial for trial in trials if trial.winner),
         trials=tuple(trials),
@@ -242,13 +242,13 @@ def _tuning(
     )
 
 
-def _write(winner: TriedCandidate, tuning: Tuning, target: Path) -> Artifact:
+def _write(winner: TriedCandidate, tuning: TuningResult, target: Path) -> Artifact:
     """Write the winner's artifact with its run options, so that it is loaded with the measured options."""
     accuracy, result, speedup = winner.accuracy, tuning.winner.result, tuning.winner.speedup
     assert result is not None
     assert speedup is not None
     assert accuracy is not None
-    run = RunRecord(
+    run = FastestRunSettings(
         backend=winner.candidate.backend,
         device=winner.candidate.device,
         session={**result.options},

@@ -24,7 +24,7 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 @dataclass(slots=True)
-class SampleCall:
+class DecodingLoopArguments:
     """Arguments of transformers' loop for greedy and sampled decoding, after `generate` has processed its own arguments.
 
     Attributes:
@@ -105,7 +105,7 @@ class GenerateHooks(GenerationMixin):  # type: ignore[misc]  # transformers is u
         """Add the cache of a call of `generate` to `kwargs`."""
         raise NotImplementedError
 
-    def decode(self, call: SampleCall) -> torch.Tensor | None:
+    def decode(self, call: DecodingLoopArguments) -> torch.Tensor | None:
         """Return the prompt with the new tokens, `(batch, sequence + new)`, or `None` to run transformers' own loop."""
         raise NotImplementedError
 
@@ -134,7 +134,7 @@ class GenerateHooks(GenerationMixin):  # type: ignore[misc]  # transformers is u
         **model_kwargs: Any,
     ) -> Any:
         arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-        tokens = None if synced_gpus else self.decode(SampleCall(self, *arguments, streamer, model_kwargs))
+        tokens = None if synced_gpus else self.decode(DecodingLoopArguments(self, *arguments, streamer, model_kwargs))
         return super()._sample(*arguments, synced_gpus, streamer, **model_kwargs) if tokens is None else tokens
 
 

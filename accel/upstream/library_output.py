@@ -23,7 +23,7 @@ _threads: Counter[int] = Counter()
 _taken_away = ExitStack()
 
 
-class _OtherThreads:
+class _ThreadFilteredStream:
     """Stream that discards the output of threads inside `quiet`, because `torch.export` prints whole graphs. The output of other
     threads, such as progress bars, is written.
 
@@ -87,8 +87,8 @@ def _take_away(stack: ExitStack) -> None:
         logger.setLevel(logging.ERROR)
         stack.callback(logger.setLevel, level)
     stack.enter_context(warnings.catch_warnings())
-    stack.enter_context(redirect_stdout(_OtherThreads(sys.stdout)))
-    stack.enter_context(redirect_stderr(_OtherThreads(sys.stderr)))
+    stack.enter_context(redirect_stdout(_ThreadFilteredStream(sys.stdout)))
+    stack.enter_context(redirect_stderr(_ThreadFilteredStream(sys.stderr)))
     warnings.simplefilter("ignore")
 
 

@@ -13,7 +13,7 @@ import torch
 from accel.errors import InputError, SessionError
 
 from .forms.masks import MaskContent, MaskPlan, content_from_flags, counting_weights, flags_of
-from .forms.packing import Packing
+from .forms.packing import PackingInputs
 from .runtime import Runtime
 
 
@@ -290,7 +290,7 @@ class ShapeGraphs:
         self.graphs: dict[MaskPlan, torch.cuda.CUDAGraph] = {}
         self.expected = MaskPlan("general")
         self.waits = False
-        self._packings: list[Packing] = []
+        self._packings: list[PackingInputs] = []
         self._mask = self.inputs.get(runtime.mask) if runtime.mask is not None else None
         checked = runtime.options.padding == "check"
         self.check = GpuMaskCheck(self._mask, self._bounded) if self._mask is not None and checked else None
@@ -330,7 +330,7 @@ class ShapeGraphs:
         inputs = {**self.inputs, **bounded.within}
         packing = None
         if plan.form == "packed" and mask is not None:
-            packing = Packing(mask.shape, plan.rows, runtime.device)
+            packing = PackingInputs(mask.shape, plan.rows, runtime.device)
             # Keep a reference, because the captured graph reads and writes its buffers.
             self._packings.append(packing)
             inputs |= packing.inputs

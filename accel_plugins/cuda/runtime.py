@@ -18,7 +18,7 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.capture.graph_forms import FormChecks, FormVerdict, GraphForm
+from accel.capture.graph_forms import FastPath, FastPathComparison, FastPathVerifier
 from accel.config import SessionOptions
 from accel.errors import SessionError
 from accel.interfaces.protocols import Feeds
@@ -27,8 +27,8 @@ from accel.interfaces.state import growing_axes
 
 from ..ortkit import upstream
 from ..ortkit.graph.editing import read_graph
-from ..ortkit.optimization.causal_attention import NoCausalFormError, causal_form
-from ..ortkit.runtime.assignment import Assignment, assignment_of
+from ..ortkit.optimization.causal_attention import MaskRemovalError, causal_form
+from ..ortkit.runtime.assignment import ProviderAssignment, assignment_of
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.upstream import ort_value_as_tensor
@@ -43,7 +43,7 @@ from .forms.masks import (
     packs,
     plan_for,
 )
-from .forms.packing import Packing, packed_rows
+from .forms.packing import PackingInputs, packed_rows
 from .options import CudaOptions
 from .upstream import current_stream_number
 from .weights import SharedWeights
@@ -114,7 +114,7 @@ def copy_in(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphRequest:
+class GraphOpenRequest:
     """A request to open a graph on a GPU.
 
     Attributes:
@@ -131,7 +131,7 @@ class GraphRequest:
     device: DeviceSpec
     options: CudaOptions
     session: SessionOptions
-    checks: FormChecks
+    checks: FastPathVerifier
 
 
 class Runtime:
@@ -150,7 +150,7 @@ class Runtime:
     disabled_optimizers: ClassVar[tuple[str, ...]] = ("NchwcTransformer",)
     """ONNX Runtime's graph optimizers that must be disabled."""
 
-    def __init__(self, request: GraphRequest) -> None:
+    def __init__(self, request: GraphOpenRequest) -> None:
         path, options, session = request.path, request.options, request.session
         self.component = request.component
         self.checks = request.checks
@@ -207,7 +207,7 @@ class Runtime:
         return "lengths" if self.mask is not None and self.options.padding == "right" else "general"
 
     @property
-    def assignment(self) -> Assignment | None:
+    def assignment(self) -> ProviderAssignment | None:
         """Which execution provider runs each node of the graph; `None` if ONNX Runtime does not record this.
 
         Nodes may differ between forms of the graph; this is the form that was opened first.
@@ -227,7 +227,7 @@ class Runtime:
                 plan = MaskPlan(_INSTEAD[plan.form])
         return plan
 
-    def check_forms(self) -> list[FormVerdict]:
+    def check_forms(self) -> list[FastPathComparison]:
         """Compare the results of all forms of the graph with the results of the general form, and return the verdicts."""
         if self.mask is None:
             return []
@@ -240,7 +240,7 @@ class Runtime:
                 forms.append("packed")
         return [self._verdict(form) for form in forms]
 
-    def _verdict(self, form: FormName) -> FormVerdict:
+    def _verdict(self, form: FormName) -> FastPathComparison:
         """Return whether a form of the graph gives correct results.
 
         The form is compared with the general form, unless the result of an earlier comparison is stored.
@@ -248,7 +248,7 @@ class Runtime:
         limit = self.component.max_sizes.get("sequence", _CHECKED_LENGTH[form])
         sequence = min(_CHECKED_LENGTH[form], limit)
         batch = max(_CHECKED_ROWS, 2 * PACKED_FROM // sequence) if form == "packed" else _CHECKED_ROWS
-        described = GraphForm(
+        described = FastPath(
             name=form,
             sizes={"batch": batch, "sequence": sequence},
             padding="right" if form in ("lengths", "packed") else "none",
@@ -296,7 +296,7 @@ class Runtime:
         """
         if plan.form == "packed" and self.mask is not None:
             mask = inputs[self.mask]
-            packing = Packing(mask.shape, plan.rows, self.device)
+            packing = PackingInputs(mask.shape, plan.rows, self.device)
             packing.fill(mask)
             inputs = {**inputs, **packing.inputs}
         binding = self.bind(plan.form, inputs, results)
@@ -455,7 +455,7 @@ class DecoderRuntime(Runtime):
     """A decoder graph on one GPU, rewritten to read the lengths of rows instead of an attention mask.
 
     Raises:
-        NoCausalFormError: The graph cannot be rewritten to this form, or has no kernels for the data type of its cache.
+        MaskRemovalError: The graph cannot be rewritten to this form, or has no kernels for the data type of its cache.
     """
 
     # Disable this fusion, because it moves rotary position embeddings into attention. Attention would then use a row's
@@ -463,11 +463,11 @@ class DecoderRuntime(Runtime):
     # (ONNX Runtime 1.31).
     disabled_optimizers = (*Runtime.disabled_optimizers, "GroupQueryAttentionFusion")
 
-    def __init__(self, request: GraphRequest) -> None:
+    def __init__(self, request: GraphOpenRequest) -> None:
         obstacle = _decoder_obstacle(request.component)
         if obstacle is not None:
             problem, fix = obstacle
-            raise NoCausalFormError(f"The decoder graph {request.path.name} {problem}", fix=fix)
+            raise MaskRemovalError(f"The decoder graph {request.path.name} {problem}", fix=fix)
         # Keep rotary embeddings outside of attention if the user selects kernels, because the user may select flash attention.
         self._form = causal_form(request.path, rotary_inside=_KERNELS not in request.options.provider)
         super().__init__(request)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from accel.capture.graph_forms import FormVerdict
+from accel.capture.graph_forms import FastPathComparison
 from accel.errors import InputError, SessionError
 from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session import BaseSession
@@ -173,7 +173,7 @@ class CudaSession(BaseSession[R]):
         except RUN_ERRORS as error:
             raise self.failed(error, dict(zip(self._names, values, strict=True))) from error
 
-    def check_forms(self) -> list[FormVerdict]:
+    def check_forms(self) -> list[FastPathComparison]:
         """Compare the results of all forms of this graph with the results of the general form on this GPU, and return
         the verdicts.
         """

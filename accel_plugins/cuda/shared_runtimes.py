@@ -11,21 +11,21 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.capture.graph_forms import FormChecks
+from accel.capture.graph_forms import FastPathVerifier
 from accel.config import SessionOptions
 from accel.errors import ConfigError
 from accel.interfaces.protocols import OpenRequest, Session
 from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.causal_attention import NoCausalFormError
+from ..ortkit.optimization.causal_attention import MaskRemovalError
 from ..ortkit.optimization.concatenated_cache import growing_form
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime
 from .decoder_session import CudaDecoderSession
 from .options import CudaOptions, read_options
-from .runtime import DecoderRuntime, GraphRequest, Runtime
+from .runtime import DecoderRuntime, GraphOpenRequest, Runtime
 from .session import CudaSession
 
 logger = logging.getLogger(__name__)
@@ -81,14 +81,14 @@ class SharedRuntimes:
         session: SessionOptions,
     ) -> Session:
         dtype = _compute_dtype(artifact, component, options)
-        checks = FormChecks(
+        checks = FastPathVerifier(
             artifact, component, device=device, compute_dtype=dtype,
             versions={"onnxruntime": ort.__version__, "cuda": str(torch.version.cuda)},
         )  # fmt: skip
-        request = GraphRequest(artifact.path / component.file, component, device, options, session, checks)
+        request = GraphOpenRequest(artifact.path / component.file, component, device, options, session, checks)
         try:
             runtime = self._runtime(request)
-        except NoCausalFormError as error:
+        except MaskRemovalError as error:
             logger.info(
                 "%s runs without CUDA graphs, so each kernel is launched separately: %s",
                 request.path.name,
@@ -99,7 +99,7 @@ class SharedRuntimes:
             return CudaDecoderSession(runtime, device, dtype)
         return CudaSession(runtime, device, dtype)
 
-    def _runtime(self, request: GraphRequest) -> Runtime:
+    def _runtime(self, request: GraphOpenRequest) -> Runtime:
         component, options, session = request.component, request.options, request.session
         kind = DecoderRuntime if component.stateful else Runtime
         if OPTIONS_OBJECT in session.native:
@@ -115,7 +115,7 @@ class SharedRuntimes:
         return runtime
 
 
-def _growing_session(request: GraphRequest, compute_dtype: str) -> DeviceSession:
+def _growing_session(request: GraphOpenRequest, compute_dtype: str) -> DeviceSession:
     """Open a decoder session without CUDA graphs. Its KV cache is a new tensor on the GPU after each step.
 
     The session is used for decoders that CUDA graphs do not support: attention with biases, masks that are read outside

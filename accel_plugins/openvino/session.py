@@ -22,7 +22,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
 from .runtime import one_line, port_order
-from .state import OpenVinoState, OpenVinoSteps
+from .state import OpenVinoDecodingSteps, OpenVinoState
 from .upstream import native_infer, native_start
 
 # Up to this size in bytes, copying an input into a bound buffer is faster than creating a tensor that shares its
@@ -289,7 +289,11 @@ class OpenVinoSession(BaseSession[ov.CompiledModel]):
         if not isinstance(state, OpenVinoState):
             return None
         tensors = self._read(feeds, state)
-        return OpenVinoSteps(self, state, tensors, calls) if OpenVinoSteps.fits(state, tensors, calls) else None
+        return (
+            OpenVinoDecodingSteps(self, state, tensors, calls)
+            if OpenVinoDecodingSteps.fits(state, tensors, calls)
+            else None
+        )
 
     def close(self) -> None:
         """Release OpenVINO's memory when the running calls have ended."""

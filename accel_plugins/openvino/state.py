@@ -252,7 +252,7 @@ class OpenVinoState(State):
             self.store(tensors)
 
 
-class OpenVinoSteps(BoundSteps):
+class OpenVinoDecodingSteps(BoundSteps):
     """Decoding steps of a state: inputs are written in place, and the logits are not copied."""
 
     def __init__(self, session: BaseSession[Any], state: OpenVinoState, feeds: Feeds, calls: int) -> None:

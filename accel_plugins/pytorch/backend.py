@@ -24,7 +24,7 @@ from .exporter import WeightsExporter, describe
 from .session import CapturedModule, Module, ModuleSession
 
 
-class _HandedOver(threading.local):
+class _AdoptedModel(threading.local):
     """Model that `adopt` loaded last in this thread, with its folder, task and settings.
 
     `open` usually opens the same model right after `adopt`. Reusing the loaded model saves seconds.
@@ -40,7 +40,7 @@ class PytorchBackend:
 
     name = "pytorch"
     options: tuple[str, ...] = ("cuda_graph",)
-    _handed_over: ClassVar[_HandedOver] = _HandedOver()
+    _handed_over: ClassVar[_AdoptedModel] = _AdoptedModel()
 
     def probe(self) -> Probe:
         """Return the CPU and the NVIDIA GPUs that this build of PyTorch finds."""

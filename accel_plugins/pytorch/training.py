@@ -46,7 +46,7 @@ _CUTS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6)
 _WIDE_CUTS = tuple(0.9**power for power in range(40))
 
 
-class _Trained(torch.nn.Linear):
+class _FakeQuantizedBase(torch.nn.Linear):
     """Base class of linear layers whose weight scales are trained. The layer shares the parameters of the linear layer
     that it replaces.
 
@@ -77,7 +77,7 @@ class _Trained(torch.nn.Linear):
         return None if self.bias is None else self.bias.detach().float().cpu().clone()
 
 
-class TrainedLinear(_Trained):
+class FakeQuantizedLinear(_FakeQuantizedBase):
     """Linear layer that rounds its inputs and weights to 8 bits in every call; its parameters stay in floating point.
 
     The layer has the parameters of the linear layer that it replaces, under the same names, and two more parameters:
@@ -159,7 +159,7 @@ class TrainedLinear(_Trained):
         return _worth_telling(now, least, weight)
 
 
-class TrainedBlocks(_Trained):
+class BlockFakeQuantizedLinear(_FakeQuantizedBase):
     """Linear layer that rounds its weights to 4 bits in every call, in blocks that share a scale; inputs are not
     rounded.
 
@@ -317,9 +317,9 @@ def _trained(
     name: str, layer: torch.nn.Linear, ranges: Mapping[str, tuple[float, float]], config: QatConfig
 ) -> torch.nn.Module:
     if config.preset == "int4":
-        return TrainedBlocks(layer, config.block_size)
+        return BlockFakeQuantizedLinear(layer, config.block_size)
     low, high = ranges[name]
-    return TrainedLinear(
+    return FakeQuantizedLinear(
         layer,
         low,
         high,
@@ -337,7 +337,7 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
         PrepareError: The model has no linear layer to replace, or the model is not in float32, or it is already
             prepared or accelerated.
     """
-    if any(isinstance(module, _Trained) for module in model.modules()):
+    if any(isinstance(module, _FakeQuantizedBase) for module in model.modules()):
         raise PrepareError(
             "The model is already prepared for quantization-aware training.",
             fix="train the model as it is, or load the float model again and prepare the new model.",
@@ -415,7 +415,7 @@ def _check_adapters(model: torch.nn.Module, new_layers: Mapping[torch.nn.Linear,
     for name, module in model.named_modules():
         below = module._modules.get("base_layer")
         layer = new_layers.get(below) if isinstance(below, torch.nn.Linear) else None
-        if isinstance(layer, TrainedLinear | TrainedBlocks) and needs_float_weights(module, layer):
+        if isinstance(layer, FakeQuantizedLinear | BlockFakeQuantizedLinear) and needs_float_weights(module, layer):
             raise PrepareError(
                 f"The adapter {name} ({type(module).__name__}) computes with the weights of its base layer. This is not possible after "
                 "the weights of the base layer are quantized.",

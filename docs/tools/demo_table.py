@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.config import available_processors
-from accel.demo.walkthrough import DemoReport, DemoRow, DemoSearch, render
+from accel.demo.walkthrough import DemoReport, DemoResultRow, DemoSearch, render
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "demo.json"
@@ -64,7 +64,7 @@ def run() -> dict[str, Any]:
 def block(record: dict[str, Any]) -> str:
     """Return the text between the comments of a page."""
     report = record["report"]
-    rows = tuple(DemoRow(**row) for row in report["rows"])
+    rows = tuple(DemoResultRow(**row) for row in report["rows"])
     tuned = DemoSearch(**report["tuned"]) if report.get("tuned") else None
     table = render(DemoReport(**{**report, "rows": rows, "shape": tuple(report["shape"]), "tuned": tuned}))
     text = "\n".join(line.rstrip() for line in table.splitlines())
@@ -81,7 +81,7 @@ def problems(record: dict[str, Any]) -> list[str]:
             differences.append(f"{page.name} has no demo:begin and demo:end comments")
         elif match[0] != expected:
             differences.append(f"{page.name} differs from {RECORD.name}")
-    if {field.name for field in fields(DemoRow)} != set(record["report"]["rows"][0]):
+    if {field.name for field in fields(DemoResultRow)} != set(record["report"]["rows"][0]):
         differences.append("the demo's rows have other fields now")
     return differences
 

@@ -27,7 +27,7 @@ from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model
 from accel_plugins.cuda.forms.masks import FormName, in_form, mask_content, mask_input, packs
-from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, Packing, can_pack
+from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, PackingInputs, can_pack
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, chosen_fusions, fusions_for
 from accel_plugins.ortkit.optimization.padding import MASK_NAME
@@ -261,7 +261,7 @@ def test_packed_form_gives_correct_results(fused: Fused, family: str, task: str)
     arrays = {name: tensor.numpy() for name, tensor in feeds.items()}
     expected = general.run(None, arrays)
     for rows in (41, 64):
-        packing = Packing((4, 20), rows, torch.device("cpu"))
+        packing = PackingInputs((4, 20), rows, torch.device("cpu"))
         packing.fill(mask)
         packed_feeds = {**arrays, **{name: tensor.numpy() for name, tensor in packing.inputs.items()}}
         packed_feeds |= {"lengths": mask.sum(1).int().numpy(), "live": (np.arange(rows) < 41)[:, None]}

@@ -29,7 +29,7 @@ from accel_plugins.cpu.backend import CpuBackend
 from accel_plugins.ortkit import provider
 from accel_plugins.ortkit.provider import ProviderBackend
 from accel_plugins.ortkit.runtime import assignment, libraries
-from accel_plugins.ortkit.runtime.assignment import CPU, Assignment
+from accel_plugins.ortkit.runtime.assignment import CPU, ProviderAssignment
 from accel_plugins.ortkit.runtime.session import native_options
 
 AZURE = "AzureExecutionProvider"
@@ -219,9 +219,9 @@ def test_cpu_session_has_no_assignment(open_with: Callable[..., Any]) -> None:
     assert session.left_to_cpu == 0
 
 
-def assigned(**operators: dict[str, int]) -> Assignment:
+def assigned(**operators: dict[str, int]) -> ProviderAssignment:
     names = {"npu": "NpuExecutionProvider", "cpu": CPU, "cuda": "CUDAExecutionProvider"}
-    return Assignment("NpuExecutionProvider", {names[key]: counts for key, counts in operators.items()})
+    return ProviderAssignment("NpuExecutionProvider", {names[key]: counts for key, counts in operators.items()})
 
 
 @pytest.mark.parametrize(("name", "mode"), [(CPU, "ORT_PARALLEL"), (AZURE, "ORT_SEQUENTIAL")])

@@ -455,7 +455,9 @@ def test_adapters_that_read_base_weights_are_refused(preset: str, tmp_path: Path
     with pytest.raises(PrepareError, match="computes with the weights of its base layer"):
         accel.prepare_qat(before, preset=preset, block_size=16, **settings)
     assert not [
-        module for module in before.modules() if isinstance(module, training.TrainedLinear | training.TrainedBlocks)
+        module
+        for module in before.modules()
+        if isinstance(module, training.FakeQuantizedLinear | training.BlockFakeQuantizedLinear)
     ]
     after = _with_adapter(prepared(preset), use_dora=True)
     with pytest.raises(ExportError, match="cannot be used on a quantized layer"):

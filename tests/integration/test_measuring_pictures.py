@@ -35,7 +35,9 @@ def answers(folder: Path, task: str, image: Any) -> Any:
         return original(folder, task)(**processors(folder)["image_processor"](image, return_tensors="pt"))
 
 
-def measured(family: str, folder: Path, rows: Any, **options: Any) -> accel.measuring.accuracy.evaluation.Evaluation:
+def measured(
+    family: str, folder: Path, rows: Any, **options: Any
+) -> accel.measuring.accuracy.evaluation.EvaluationResult:
     return accel.evaluate(folder, rows, backend="pytorch", task=PICTURES[family][0], **options)
 
 

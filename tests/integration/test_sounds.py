@@ -16,7 +16,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import InputError, TaskError, ValidationError
 from accel.interfaces.task_registry import fitting_task, infer_task, specs_for
-from accel.models.inputs import Inputs
+from accel.models.inputs import InputConverter
 from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
@@ -226,7 +226,7 @@ def test_mask_for_a_graph_without_mask_input() -> None:
     """The graphs of other tools for models with group normalization have no mask input. A mask of ones is ignored, and
     a mask with zeros raises an error.
     """
-    inputs = Inputs(frozenset({"input_values"}), frozenset(), frozenset(), None)
+    inputs = InputConverter(frozenset({"input_values"}), frozenset(), frozenset(), None)
     arrays = {"input_values": torch.zeros(2, 100), "attention_mask": torch.ones(2, 100, dtype=torch.int64)}
     assert set(inputs.read(arrays)[0]) == {"input_values"}
     arrays["attention_mask"][1, 50:] = 0

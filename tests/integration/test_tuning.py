@@ -26,7 +26,7 @@ from accel.measuring.report import html_page
 from accel.testing.models import save_tiny
 from accel.tuning import timer
 from accel.tuning.store import ResultStore
-from accel.tuning.trials import Tuning, render
+from accel.tuning.trials import TuningResult, render
 
 TEMPLATE = Path(__file__).parents[2] / "examples" / "plugin_template" / "accel_toy"
 
@@ -97,12 +97,12 @@ HOW = {"sequence": [8], "backends": ["toy", "crash"], "threads": 1}
 
 
 @pytest.fixture(scope="module")
-def tuning(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+def tuning(plugins: None, model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> TuningResult:
     return tune(model, tmp_path_factory.mktemp("out") / "tuned", data=str(data), max_drop=5.0, **HOW)
 
 
 @pytest.mark.thorough
-def test_plugin_is_a_candidate_by_its_entry_point(tuning: Tuning) -> None:
+def test_plugin_is_a_candidate_by_its_entry_point(tuning: TuningResult) -> None:
     names = [trial.name for trial in tuning.trials]
     assert "toy: torch_program float32" in names
     assert tuning.winner.backend == "toy"
@@ -111,17 +111,17 @@ def test_plugin_is_a_candidate_by_its_entry_point(tuning: Tuning) -> None:
     assert tuning.front[0].winner or tuning.front
 
 
-def test_tuning_result_is_pickled_and_copied(tuning: Tuning) -> None:
+def test_tuning_result_is_pickled_and_copied(tuning: TuningResult) -> None:
     for other in (pickle.loads(pickle.dumps(tuning)), copy.deepcopy(tuning)):
         assert str(other) == str(tuning)
 
 
-def test_crash_rejects_one_candidate(tuning: Tuning) -> None:
+def test_crash_rejects_one_candidate(tuning: TuningResult) -> None:
     (crashed,) = [trial for trial in tuning.trials if trial.name == "crash: torch_program float32"]
     assert "ended unexpectedly (exit code 3)" in crashed.reason
 
 
-def test_every_rejected_candidate_is_explained(tuning: Tuning) -> None:
+def test_every_rejected_candidate_is_explained(tuning: TuningResult) -> None:
     assert sum(trial.winner for trial in tuning.trials) == 1
     assert all(trial.reason for trial in tuning.trials if not trial.winner)
     page = html_page(tuning.to_dict())
@@ -129,7 +129,7 @@ def test_every_rejected_candidate_is_explained(tuning: Tuning) -> None:
     assert "Latency against accuracy" in page
 
 
-def test_winner_runs_with_the_measured_settings(tuning: Tuning) -> None:
+def test_winner_runs_with_the_measured_settings(tuning: TuningResult) -> None:
     run = tuning.artifact.manifest.run
     assert run is not None
     assert run.measured["drop"] == tuning.winner.drop
@@ -152,7 +152,7 @@ def test_winner_runs_with_the_measured_settings(tuning: Tuning) -> None:
 
 
 def test_second_run_measures_nothing_again(
-    tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: TuningResult, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing may be loaded again")
@@ -167,7 +167,7 @@ def test_second_run_measures_nothing_again(
     assert again.resumed > 0
 
 
-def test_error_names_the_binding_constraint(tuning: Tuning, model: Path, data: Path, tmp_path: Path) -> None:
+def test_error_names_the_binding_constraint(tuning: TuningResult, model: Path, data: Path, tmp_path: Path) -> None:
     how = {**HOW, "backends": ["toy"]}
     with pytest.raises(
         BudgetError, match=r"max_size_mb 0\.001: violated by all candidates; the closest misses it by"
@@ -207,7 +207,7 @@ def test_too_short_time_limit_raises_soon(
 @pytest.mark.thorough
 @pytest.mark.parametrize("slow_kind", ["timing", "timing the winner"])
 def test_short_measurements_are_used_at_the_time_limit(
-    slow_kind: str, tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_kind: str, tuning: TuningResult, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heat = timer.CandidateTimer._heat
 
@@ -224,7 +224,7 @@ def test_short_measurements_are_used_at_the_time_limit(
     assert again.artifact.manifest.run is not None
 
 
-def test_subset_of_rows_is_reported(tuning: Tuning) -> None:
+def test_subset_of_rows_is_reported(tuning: TuningResult) -> None:
     assert (tuning.rows, tuning.total_rows, tuning.measured_on) == (40, 40, "40 rows")
     assert replace(tuning, rows=10).measured_on == "10 of 40 rows"
     assert set(tuning.to_dict()["stages"]) >= {"export", "screen", "measure accuracy", "time survivors"}
@@ -271,7 +271,7 @@ def test_fresh_store_ignores_old_results_and_stores_new_ones(tmp_path: Path, mon
 
 @pytest.mark.thorough
 def test_interrupted_search_keeps_its_results(
-    tuning: Tuning, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: TuningResult, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel.tuning.search import Search
 

@@ -22,10 +22,10 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from accel.artifact import (
     Artifact,
     Component,
+    FastestRunSettings,
     Manifest,
     Origin,
     Quantization,
-    RunRecord,
     Step,
     TensorSpec,
     checksums,
@@ -64,7 +64,7 @@ def artifact(tmp_path: Path) -> Artifact:
         source=Origin(id="org/name", revision="abc"),
         steps=(Step(stage="export", backend="b", validation={"max_abs_difference": 0.5}),),
         quantization=Quantization(scheme="int8", excluded=("n",)),
-        run=RunRecord(backend="cpu", session={"threads": 1}),
+        run=FastestRunSettings(backend="cpu", session={"threads": 1}),
     )
     return Artifact.create(folder, manifest)
 

@@ -27,7 +27,7 @@ from accel.capture.position_limits import has_position_table, max_sizes_of, posi
 from accel.capture.reference_cases import own_defaults_of, reference_cases
 from accel.capture.samples import resize
 from accel.capture.source_loader import load_source
-from accel.capture.tracer import _SimpleSizes, _without_cache
+from accel.capture.tracer import _SizeFormulaCheck, _without_cache
 from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
 from accel.stages.graph_comparison import _without_padding, compare, compare_with_model, differences, merged
@@ -232,7 +232,10 @@ class Windows(torch.nn.Module):
 def test_trace_with_long_size_formulas_is_stopped() -> None:
     height = torch.export.Dim.DYNAMIC
     pixels = torch.ones(2, 1, 40, 8)
-    with pytest.raises(ExportError, match="Windows with a variable image size was stopped"), _SimpleSizes("Windows"):
+    with (
+        pytest.raises(ExportError, match="Windows with a variable image size was stopped"),
+        _SizeFormulaCheck("Windows"),
+    ):
         torch.export.export(Windows(), (pixels,), dynamic_shapes={"pixel_values": {2: height}})
 
 

@@ -18,7 +18,7 @@ from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda.backend import CudaBackend
 from accel_plugins.cuda.forms.masks import MaskContent, MaskPlan, mask_content, plan_for
-from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, Packing, packed_rows
+from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, PackingInputs, packed_rows
 from accel_plugins.cuda.options import read_options
 from accel_plugins.ortkit.runtime.nvidia import NvidiaFacts, judge, visible
 
@@ -258,7 +258,7 @@ def test_number_of_packed_row_sizes_is_small() -> None:
 
 def test_packing_indices() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0]])
-    packing = Packing((3, 4), 8, torch.device("cpu"))
+    packing = PackingInputs((3, 4), 8, torch.device("cpu"))
     for _ in range(2):
         packing.fill(mask)
     indices = {name: tensor.tolist() for name, tensor in packing.inputs.items()}

@@ -10,9 +10,9 @@ import pytest
 
 from accel.measuring import disturbance as module
 from accel.measuring.disturbance import Disturbance, MachineWatch, disturbance
-from accel.measuring.latency.results import Benchmark, Cell, VariantResult, result
+from accel.measuring.latency.results import BenchmarkResult, Cell, VariantResult, result
 from accel.measuring.latency.rounds import MeasuredVariant
-from accel.measuring.latency.variants import CallBlock, Variant, Workload
+from accel.measuring.latency.variants import CallTimings, Variant, Workload
 from accel.measuring.report import html_page, text_table
 
 WORK = Workload(name="1x8", batch=1, sequence=8, cases=({},))
@@ -23,14 +23,16 @@ HIT = [10.0, 10.1, 10.2, 9.9, 600.0, 900.0, 500.0, 700.0]
 
 def measured(name: str, rounds: list[float]) -> MeasuredVariant:
     variant = MeasuredVariant(Variant(name=name, path=Path(), task="text-classification"))
-    variant.blocks["1x8"] = [CallBlock((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
+    variant.blocks["1x8"] = [CallTimings((ms,) * 5, 5 * ms / 1000, 5 * ms / 1000) for ms in rounds]
     return variant
 
 
-def benchmark(baseline: list[float], other: list[float], measured_disturbance: Disturbance | None = None) -> Benchmark:
+def benchmark(
+    baseline: list[float], other: list[float], measured_disturbance: Disturbance | None = None
+) -> BenchmarkResult:
     base, fast = measured("PyTorch", baseline), measured("fast", other)
     results: tuple[VariantResult, ...] = (result(base, base, [WORK]), result(fast, base, [WORK]))
-    return Benchmark(
+    return BenchmarkResult(
         task="text-classification", baseline="PyTorch", machine={}, settings={"threads": 2}, variants=results, seconds=1.0,
         disturbance=measured_disturbance or disturbance({"1x8": results[0].cells[0].round_ms}),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import ArtifactNotFoundError, ConfigError, InputError, PluginError, TaskError
 from accel.measuring.accuracy.comparison import bootstrap, difference_interval, mcnemar, paired_proportions
-from accel.measuring.accuracy.metrics import TokenScores, metric_of_sums, ratio
+from accel.measuring.accuracy.metrics import LanguageModelPrediction, metric_of_sums, ratio
 from accel.measuring.accuracy.predictors import ClassPredictor, metric_for, predictor_for
 from accel.tasks.feature_extraction import SimilarityPredictor
 from accel.tasks.question_answering import AnswerPredictor
@@ -125,7 +125,11 @@ class TestMetrics:
 
     def test_perplexity(self) -> None:
         metric = metric_for(None, NextTokenPredictor)
-        rows = [TokenScores(6.0, 4, (0,) * 4), TokenScores(2.0, 1, (0,)), TokenScores(0.0, 0, ())]
+        rows = [
+            LanguageModelPrediction(6.0, 4, (0,) * 4),
+            LanguageModelPrediction(2.0, 1, (0,)),
+            LanguageModelPrediction(0.0, 0, ()),
+        ]
         scores = metric.compute(rows, [None] * 3)
         assert scores["perplexity"] == pytest.approx(np.exp(8 / 5))
         assert metric.sums is not None

@@ -17,16 +17,16 @@ from accel.artifact.home_folder import accel_home
 from accel.backends import registry
 from accel.backends.plan import Plan, RunPreferences, make_plan
 from accel.backends.sessions import OpenSessions, open_plan
-from accel.capture.graph_forms import FormChecks, GraphForm
+from accel.capture.graph_forms import FastPath, FastPathVerifier
 from accel.config import SessionOptions
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 
-PACKED = GraphForm(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
+PACKED = FastPath(name="packed", sizes={"batch": 3, "sequence": 6}, padding="right")
 
 
-def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: str) -> FormChecks:
-    return FormChecks(
+def checks_of(artifact: Artifact, compute_dtype: str = "float32", **versions: str) -> FastPathVerifier:
+    return FastPathVerifier(
         artifact, artifact.components[0], device=DeviceSpec("cpu"), compute_dtype=compute_dtype, versions=versions
     )
 

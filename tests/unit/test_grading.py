@@ -17,7 +17,7 @@ from accel.artifact.json_reading import build
 from accel.config import SessionOptions
 from accel.data.encoded_rows import EncodedRows
 from accel.errors import ConfigError
-from accel.measuring.accuracy.comparison import Comparison, Interval, ScoredRows
+from accel.measuring.accuracy.comparison import Comparison, ConfidenceInterval, ScoredRows
 from accel.measuring.accuracy.evaluation import EvaluationData, rows_a_call
 from accel.measuring.latency.variants import Variant
 from accel.measuring.latency.workloads import WorkloadSettings
@@ -34,7 +34,7 @@ LOAD = WorkloadSettings(batch=(4, 1), sequence=(8,), texts=None, max_length=None
 def scored(value: float, batch_size: int, drop: float | None = None) -> Accuracy:
     comparison = None
     if drop is not None:
-        interval = Interval(low=0.0, high=0.0, confidence=0.95, method="")
+        interval = ConfidenceInterval(low=0.0, high=0.0, confidence=0.95, method="")
         comparison = Comparison(
             against="PyTorch float32", own=value, value=0.95, rows=1, difference=0.0, interval=interval, drop=drop,
             drop_interval=(0.0, 0.0), agreement=1.0,

@@ -14,15 +14,15 @@ import transformers
 from accel.data.batches import for_graph
 from accel.data.defaults import with_defaults
 from accel.errors import InputError
-from accel.models.inputs import Inputs
+from accel.models.inputs import InputConverter
 
 NAMES = frozenset(("input_ids", "attention_mask", "token_type_ids"))
 IDS = {"input_ids": torch.tensor([[5, 6, 7]])}
 BERT = transformers.BertConfig()
 
 
-def inputs(*, names: frozenset[str] = NAMES, model_inputs: tuple[str, ...] = (), config: Any = BERT) -> Inputs:
-    return Inputs(names, frozenset(), frozenset(model_inputs), config)
+def inputs(*, names: frozenset[str] = NAMES, model_inputs: tuple[str, ...] = (), config: Any = BERT) -> InputConverter:
+    return InputConverter(names, frozenset(), frozenset(model_inputs), config)
 
 
 def test_calls_and_calibration_use_the_same_defaults() -> None:
@@ -65,7 +65,7 @@ def test_zero_token_types_are_refused_if_the_model_computes_others() -> None:
 
 @pytest.mark.parametrize("returned", ["hidden_states", "language_hidden_states", "encoder_hidden_states"])
 def test_output_flag_accepts_each_name_of_the_output(returned: str) -> None:
-    model = Inputs(frozenset(("input_ids",)), frozenset(), frozenset(), BERT, frozenset((returned,)))
+    model = InputConverter(frozenset(("input_ids",)), frozenset(), frozenset(), BERT, frozenset((returned,)))
     assert model.read({**IDS, "output_hidden_states": True})[0].keys() == {"input_ids"}
     with pytest.raises(InputError, match="exported without the output 'attentions'"):
         model.read({**IDS, "output_attentions": True})

@@ -17,7 +17,7 @@ from transformers import LogitsProcessorList
 
 from accel import GenerationOptions
 from accel.decoding.host_threads import one_thread, use_one_thread
-from accel.decoding.next_token import RowChoice, TokenChoice
+from accel.decoding.next_token import NextTokenSelector, RowTokenSelector
 from accel.decoding.stop_text import TextPieces
 from accel.deploying.triton.served import text_decoder
 from accel.testing.generators import tiny_generator
@@ -26,11 +26,11 @@ IDS = torch.zeros((1, 1), dtype=torch.int64)
 
 
 def likeliest(scores: torch.Tensor) -> torch.Tensor:
-    return TokenChoice(LogitsProcessorList())(IDS, scores)
+    return NextTokenSelector(LogitsProcessorList())(IDS, scores)
 
 
 def drawn(scores: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    return TokenChoice(LogitsProcessorList(), draw=True, generator=generator)(IDS, scores)
+    return NextTokenSelector(LogitsProcessorList(), draw=True, generator=generator)(IDS, scores)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -94,7 +94,7 @@ def probabilities() -> Callable[[dict[str, float]], torch.Tensor]:
     model = tiny_generator("llama")
 
     def get(options: dict[str, float]) -> torch.Tensor:
-        choice = RowChoice(model, SEEN, GenerationOptions(**options))
+        choice = RowTokenSelector(model, SEEN, GenerationOptions(**options))
         scores = choice.scores(torch.tensor([LOGITS]))
         return scores[0].softmax(-1) if "temperature" in options else (scores == scores.max()).float()[0]
 

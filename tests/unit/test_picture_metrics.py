@@ -9,12 +9,12 @@ from accel.measuring.accuracy.comparison import ScoredRows, compare
 from accel.measuring.accuracy.predictors import metric_for
 from accel.tasks.depth_estimation import DepthErrorPredictor
 from accel.tasks.image_segmentation import SegmentationPredictor
-from accel.tasks.image_to_image import PixelErrorPredictor
+from accel.tasks.image_to_image import PsnrPredictor
 from accel.tasks.object_detection import DetectionPredictor
 
 METRICS = {
     name: metric
-    for kind in (DetectionPredictor, SegmentationPredictor, DepthErrorPredictor, PixelErrorPredictor)
+    for kind in (DetectionPredictor, SegmentationPredictor, DepthErrorPredictor, PsnrPredictor)
     for name, metric in kind.metrics(2).items()
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from accel.artifact import Artifact, RunRecord
+from accel.artifact import Artifact, FastestRunSettings
 from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import SessionOptions, available_processors
@@ -24,7 +24,7 @@ def recorded(tiny_artifact: Callable[..., Artifact]) -> Callable[..., Artifact]:
     artifact = tiny_artifact("bert")
 
     def get(backend: str = "cpu", **run: Any) -> Artifact:
-        return Artifact(artifact.path, replace(artifact.manifest, run=RunRecord(backend=backend, **run)))
+        return Artifact(artifact.path, replace(artifact.manifest, run=FastestRunSettings(backend=backend, **run)))
 
     return get
 

@@ -11,7 +11,7 @@ import pytest
 
 from accel.measuring.latency import rounds
 from accel.measuring.latency.rounds import MeasuredVariant, restart, warm_up
-from accel.measuring.latency.variants import CallBlock, Variant, Workload
+from accel.measuring.latency.variants import CallTimings, Variant, Workload
 from accel.measuring.processes import WorkerLostError
 from accel.measuring.report import text_table
 
@@ -30,13 +30,13 @@ class FakeWorker:
 
     def time(
         self, workload: str, calls: int, first: int = 0, traffic: Any = None, timeout_s: float = 600.0
-    ) -> CallBlock:
+    ) -> CallTimings:
         if self.dies:
             raise WorkerLostError("it died")
         if self.calls and self.milliseconds > self.never:
             raise WorkerLostError("no answer", late=True)
         self.calls += calls
-        return CallBlock((self.milliseconds,) * calls, calls * self.milliseconds / 1000, 0.0)
+        return CallTimings((self.milliseconds,) * calls, calls * self.milliseconds / 1000, 0.0)
 
     def hang_up(self) -> None: ...
 

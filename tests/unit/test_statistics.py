@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from accel.measuring.statistics import Ratio, bootstrap_interval, speedup, summarize
+from accel.measuring.statistics import SpeedupEstimate, bootstrap_interval, speedup, summarize
 
 
 def test_summary_of_known_numbers() -> None:
@@ -86,12 +86,12 @@ def test_workloads_must_have_pairs() -> None:
 @pytest.mark.parametrize(
     ("ratio", "text"),
     [
-        (Ratio(value=3.708, low=3.521, high=3.9), "3.71 (3.52 to 3.90)"),
-        (Ratio(value=658.0, low=43.0, high=668.0), "unsteady: 43.00 to 668.00"),
-        (Ratio(value=2.0, low=0.0, high=float("inf")), "unsteady: 0.00 to ∞"),
+        (SpeedupEstimate(value=3.708, low=3.521, high=3.9), "3.71 (3.52 to 3.90)"),
+        (SpeedupEstimate(value=658.0, low=43.0, high=668.0), "unsteady: 43.00 to 668.00"),
+        (SpeedupEstimate(value=2.0, low=0.0, high=float("inf")), "unsteady: 0.00 to ∞"),
     ],
 )
-def test_ratio_is_shown_with_interval_or_as_unsteady(ratio: Ratio, text: str) -> None:
+def test_ratio_is_shown_with_interval_or_as_unsteady(ratio: SpeedupEstimate, text: str) -> None:
     assert str(ratio) == text
 
 
@@ -106,4 +106,4 @@ def test_ratio_is_shown_with_interval_or_as_unsteady(ratio: Ratio, text: str) ->
     ],
 )
 def test_equally_fast(value: float, low: float, high: float, equal: bool) -> None:
-    assert Ratio(value=value, low=low, high=high).equal is equal
+    assert SpeedupEstimate(value=value, low=low, high=high).equal is equal

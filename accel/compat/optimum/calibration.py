@@ -121,7 +121,7 @@ def _described(dataset: Any, **settings: Any) -> CalibrationConfig:
 
 
 @dataclass(frozen=True)
-class CalibrationRanges:
+class DeferredCalibration:
     """Result of `ORTQuantizer.fit`: calibration data and settings. accel computes the ranges later, during the quantization.
 
     Attributes:
@@ -136,7 +136,7 @@ class CalibrationRanges:
 class RecordedBatches(list[dict[str, Any]]):
     """Calibration batches with a record of their data set for the manifest."""
 
-    def __init__(self, ranges: CalibrationRanges) -> None:
+    def __init__(self, ranges: DeferredCalibration) -> None:
         super().__init__(ranges.batches)
         config = ranges.config
         self.record = {"data": config.dataset_name, "split": config.dataset_split, "rows": config.dataset_num_samples}

@@ -17,7 +17,7 @@ from ...errors import ConfigError, QuantizeError
 from ...stages.quantize import quantize
 from .calibration import (
     CalibrationConfig,
-    CalibrationRanges,
+    DeferredCalibration,
     RecordedBatches,
     batches_of,
     calibration_rows,
@@ -311,7 +311,7 @@ class ORTQuantizer:
         """Return the data set with only the columns that are inputs of the graph."""
         return only_inputs(self._source, dataset)
 
-    def fit(self, dataset: Any, calibration_config: CalibrationConfig, **settings: Any) -> CalibrationRanges:
+    def fit(self, dataset: Any, calibration_config: CalibrationConfig, **settings: Any) -> DeferredCalibration:
         """Read the calibration data, and return it for `quantize`. The arguments are the same as for `partial_fit`.
 
         Data of earlier calls of `fit` or `partial_fit` is discarded.
@@ -350,7 +350,7 @@ class ORTQuantizer:
         self._batches.extend(batches_of(self._source, dataset, batch_size))
         self._config = calibration_config
 
-    def compute_ranges(self) -> CalibrationRanges:
+    def compute_ranges(self) -> DeferredCalibration:
         """Return the calibration data for the argument `calibration_tensors_range` of `quantize`.
 
         Raises:
@@ -361,14 +361,14 @@ class ORTQuantizer:
                 "There are no calibration rows, because the quantizer has read no data set.",
                 fix="call quantizer.fit(dataset, calibration_config) or quantizer.partial_fit(dataset, calibration_config) first.",
             )
-        return CalibrationRanges(tuple(self._batches), self._config)
+        return DeferredCalibration(tuple(self._batches), self._config)
 
     def quantize(
         self,
         quantization_config: QuantizationConfig,
         save_dir: str | os.PathLike[str],
         file_suffix: str | None = "quantized",
-        calibration_tensors_range: CalibrationRanges | None = None,
+        calibration_tensors_range: DeferredCalibration | None = None,
         use_external_data_format: bool = False,
         preprocessor: Any = None,
     ) -> Path:
@@ -392,7 +392,7 @@ class ORTQuantizer:
                 fix="leave out preprocessor, and list the excluded nodes in nodes_to_exclude of the QuantizationConfig.",
             )
         ranges = calibration_tensors_range
-        if ranges is not None and not isinstance(ranges, CalibrationRanges):
+        if ranges is not None and not isinstance(ranges, DeferredCalibration):
             raise ConfigError(
                 f"calibration_tensors_range is a {type(ranges).__name__}, not a result of ORTQuantizer.fit.",
                 fix="pass calibration_tensors_range=quantizer.fit(dataset, calibration_config).",

@@ -210,7 +210,7 @@ def check_required(ids: Any, mask: Any, name: str, token: int, *, equal_counts: 
         )
 
 
-class _HostCheck:
+class _HostValueCheck:
     """Base class of checks of input values in host memory.
 
     Args:
@@ -247,7 +247,7 @@ class _HostCheck:
         raise NotImplementedError
 
 
-class MaskCheck(_HostCheck):
+class MaskCheck(_HostValueCheck):
     """Check that masks have at least one token in each row, for masks whose spec has no bounds.
 
     Runtimes use this check if they compute a fully masked row differently from PyTorch. `InputValueCheck` checks masks with bounds on
@@ -271,7 +271,7 @@ class MaskCheck(_HostCheck):
             check_filled(mask, name)
 
 
-class FiniteCheck(_HostCheck):
+class FiniteCheck(_HostValueCheck):
     """Check that floating-point inputs are finite, for runtimes whose results for infinity and NaN differ from PyTorch's results.
 
     Some runtimes would return finite numbers. Masks are not checked, because additive masks contain minus infinity.

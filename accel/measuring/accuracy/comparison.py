@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..statistics import bootstrap_interval
-from .metrics import Metric, TokenScores, Values
+from .metrics import LanguageModelPrediction, Metric, Values
 
 RESAMPLES = 1000
 _EPSILON = 1e-9
@@ -39,12 +39,13 @@ class ScoredRows:
     seconds: float
 
     def __post_init__(self) -> None:
-        # A search reads stored predictions from JSON, where tuples and `TokenScores` are lists and dictionaries: convert them back.
+        # A search reads stored predictions from JSON, where tuples and `LanguageModelPrediction` are lists and dictionaries:
+        # convert them back.
         object.__setattr__(self, "predictions", tuple(map(_prediction, self.predictions)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class ConfidenceInterval:
     """Confidence interval of the difference in a metric (second model minus first model).
 
     Attributes:
@@ -86,7 +87,7 @@ class Comparison:
     value: float
     rows: int
     difference: float
-    interval: Interval
+    interval: ConfidenceInterval
     drop: float
     drop_interval: tuple[float, float]
     agreement: float | None
@@ -109,11 +110,11 @@ class Comparison:
 def _prediction(prediction: Any) -> Any:
     """Read a prediction from its JSON form."""
     if isinstance(prediction, Mapping):
-        return TokenScores(**{**prediction, "best": tuple(prediction["best"])})
+        return LanguageModelPrediction(**{**prediction, "best": tuple(prediction["best"])})
     return prediction
 
 
-def paired_proportions(first_only: int, second_only: int, rows: int, confidence: float = 0.95) -> Interval:
+def paired_proportions(first_only: int, second_only: int, rows: int, confidence: float = 0.95) -> ConfidenceInterval:
     """Return the difference of two models' fractions of correct rows, measured on the same rows, with its confidence interval.
 
     Tango, 1998, Equivalence test and confidence interval for the difference in proportions for the paired-sample
@@ -146,7 +147,7 @@ def paired_proportions(first_only: int, second_only: int, rows: int, confidence:
                 outside = middle
         return inside
 
-    return Interval(
+    return ConfidenceInterval(
         low=end(difference, -1.0, z),
         high=end(difference, 1.0, z),
         confidence=confidence,
@@ -174,7 +175,7 @@ def bootstrap(
     confidence: float = 0.95,
     resamples: int = RESAMPLES,
     seed: int = 0,
-) -> Interval:
+) -> ConfidenceInterval:
     """Return the confidence interval of the difference `second - first` of a metric, by bootstrap.
 
     Rows are resampled, and the metric of both models is computed on the same resampled rows. Takes milliseconds for metrics that are
@@ -206,7 +207,9 @@ def bootstrap(
             return np.array([_difference(metric, first, second, references, chosen) for chosen in picks])
 
     low, high = bootstrap_interval(difference, rows, confidence=confidence, resamples=resamples, seed=seed)
-    return Interval(low=low, high=high, confidence=confidence, method=f"paired bootstrap, {resamples} resamples")
+    return ConfidenceInterval(
+        low=low, high=high, confidence=confidence, method=f"paired bootstrap, {resamples} resamples"
+    )
 
 
 def _difference(metric: Metric, first: Values, second: Values, references: Values, chosen: np.ndarray) -> float:
@@ -218,7 +221,7 @@ def _difference(metric: Metric, first: Values, second: Values, references: Value
 
 def difference_interval(
     metric: Metric, first: Values, second: Values, references: Values, *, confidence: float = 0.95
-) -> Interval:
+) -> ConfidenceInterval:
     """Return the confidence interval that fits the metric: Tango's for fractions of correct rows, else the bootstrap interval."""
     if metric.rowwise and metric.sums is not None:
         a = metric.row_sums(first, references)[:, 0] > 0

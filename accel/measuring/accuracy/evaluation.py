@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationResult:
     """The result of `accel.evaluate`.
 
     Attributes:
@@ -43,14 +43,14 @@ class Evaluation:
         scores: All scores that the metric returns, by name.
         task: Task of the model.
         rows: Number of rows that were evaluated.
-        data: The sample of rows; see `accel.data.rows.SampleRecord`.
+        data: The sample of rows; see `accel.data.rows.SampledRowsRecord`.
         backend: Backend that ran the model; `pytorch` for a PyTorch model.
         compute_dtype: Data type used for computation.
         batch_size: Number of rows in each call. The metric depends on it, because dynamic quantization computes ranges for each call.
         max_length: Number of tokens after which longer rows were truncated.
         seconds: Time to run the model over all rows, in seconds.
         comparison: Comparison with the other model; `None` if none was requested.
-        predictions: One prediction for each row: a class, tags, an answer, a number or a `metrics.TokenScores`.
+        predictions: One prediction for each row: a class, tags, an answer, a number or a `metrics.LanguageModelPrediction`.
     """
 
     metric: str
@@ -241,7 +241,7 @@ def evaluate(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-) -> Evaluation:
+) -> EvaluationResult:
     """Measure a model on labelled data and, if requested, compare it with another model on the same rows.
 
     Rows of similar length share a batch. MiniLM on the 3,080 queries of BANKING77 takes a few seconds on two cores.
@@ -303,7 +303,7 @@ def evaluate(
             if other is not against and isinstance(other, ORTModel):
                 other.close()
         logger.info("%s %.4f on %d rows", prepared.metric.name, scored.value, len(prepared.rows))
-        return Evaluation(
+        return EvaluationResult(
             metric=prepared.metric.name,
             value=scored.value,
             scores=scored.scores,

@@ -200,11 +200,11 @@ def correlation(which: str) -> Metric:
     return Metric(name=which, key=which, compute=compute)
 
 
-# Metrics of texts. The predictions of a language model are `TokenScores`; references are not needed.
+# Metrics of texts. The predictions are `LanguageModelPrediction` objects; references are not needed.
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScores:
+class LanguageModelPrediction:
     """How well a language model predicted the tokens of a row.
 
     Attributes:

@@ -29,7 +29,7 @@ from ...interfaces.task_registry import task_spec
 from ...stages.export import with_artifact
 from ...stages.resolution import original, resolve
 from ..disturbance import MachineWatch
-from .results import Benchmark, result
+from .results import BenchmarkResult, result
 from .rounds import MeasuredVariant, check, restart, start, take_turns, warm_up
 from .variants import Traffic, Variant, Workload, process_path
 from .workloads import WorkloadSettings, lengths, workloads_of
@@ -69,7 +69,7 @@ def benchmark(
     revision: str | None = None,
     token: str | bool | None = None,
     trust_remote_code: bool = False,
-) -> Benchmark:
+) -> BenchmarkResult:
     """Measure variants of one model: PyTorch, and artifacts on backends.
 
     Takes up to 5 s to start each variant in each process, plus `rounds * calls` calls for each variant and workload.
@@ -190,7 +190,7 @@ def measure_variants(
     traffic: Traffic,
     atol: float | None = None,
     watch: MachineWatch | None = None,
-) -> Benchmark:
+) -> BenchmarkResult:
     """Measure variants; the first variant is the baseline. See `benchmark`.
 
     Args:
@@ -243,7 +243,7 @@ def measure_variants(
         "lengths": lengths(workloads),
     }  # fmt: skip
     results = tuple(result(measured, base, workloads) for measured in group)
-    return Benchmark(
+    return BenchmarkResult(
         task=base.variant.task,
         baseline=base.variant.name,
         machine=machine(),

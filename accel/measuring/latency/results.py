@@ -14,7 +14,7 @@ from ...artifact.json_text import finite
 from ...artifact.manifest import MANIFEST, Artifact
 from ...artifact.writing import checkpoint_weights
 from ..disturbance import Disturbance
-from ..statistics import Ratio, Summary, speedup, summarize
+from ..statistics import LatencySummary, SpeedupEstimate, speedup, summarize
 from .rounds import MeasuredVariant
 from .variants import Variant, Workload
 
@@ -40,10 +40,10 @@ class Cell:
     workload: str
     batch: int
     sequence: int | None
-    latency: Summary
+    latency: LatencySummary
     throughput: float
     processor_ms: float
-    ratio: Ratio | None
+    ratio: SpeedupEstimate | None
     milliseconds: tuple[tuple[float, ...], ...]
     tokens_per_s: float | None = None
     round_seconds: tuple[float, ...] = ()
@@ -123,7 +123,7 @@ class VariantResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Benchmark:
+class BenchmarkResult:
     """Result of a benchmark.
 
     Attributes:
@@ -157,9 +157,9 @@ class Benchmark:
         return "\n".join(line for variant in self.variants for line in variant.lines())
 
 
-def ratio_of(values: Mapping[str, Any]) -> Ratio:
+def ratio_of(values: Mapping[str, Any]) -> SpeedupEstimate:
     """Read a speed-up from the JSON form of a benchmark or a search."""
-    return Ratio(**{**values, "high": math.inf if values["high"] is None else values["high"]})
+    return SpeedupEstimate(**{**values, "high": math.inf if values["high"] is None else values["high"]})
 
 
 def result(measured: MeasuredVariant, base: MeasuredVariant, workloads: Sequence[Workload]) -> VariantResult:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ... import progress
 from ...errors import SessionError
 from ..processes import WorkerLostError
-from .variants import CallBlock, LoadedVariantFacts, Traffic, Variant, Workload
+from .variants import CallTimings, LoadedVariantFacts, Traffic, Variant, Workload
 from .worker import VariantProcess
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class MeasuredVariant:
     variant: Variant
     worker: VariantProcess | None = None
     loaded: LoadedVariantFacts | None = None
-    blocks: dict[str, list[CallBlock]] = field(default_factory=dict)
+    blocks: dict[str, list[CallTimings]] = field(default_factory=dict)
     warmup_s: float = 0.0
     peak_memory: int | None = None
     difference: float | None = None
@@ -139,13 +139,13 @@ def warm_up(group: Sequence[MeasuredVariant], workload: Workload, calls: int, *,
         if hopeless is not None and index > 0:
             measured.warmup_s += _seconds(measured.attempt(lambda worker: worker.time(workload.name, 1)))
             _give_up_if_slow(measured, workload, base_ms, hopeless)
-        block: CallBlock | None = measured.attempt(lambda worker: worker.time(workload.name, calls))
+        block: CallTimings | None = measured.attempt(lambda worker: worker.time(workload.name, calls))
         measured.warmup_s += _seconds(block)
         if index == 0 and block is not None:
             base_ms = max(block.milliseconds[-3:])
 
 
-def _seconds(block: CallBlock | None) -> float:
+def _seconds(block: CallTimings | None) -> float:
     return block.seconds if block is not None else 0.0
 
 
@@ -207,7 +207,7 @@ def take_turns(
                 measured.blocks.setdefault(workload.name, []).append(block)
 
 
-def _time(worker: VariantProcess, *, workload: str, calls: int, turn: int, traffic: Traffic | None) -> CallBlock:
+def _time(worker: VariantProcess, *, workload: str, calls: int, turn: int, traffic: Traffic | None) -> CallTimings:
     return worker.time(workload, calls, turn * calls, traffic)
 
 

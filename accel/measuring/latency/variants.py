@@ -142,7 +142,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class CallBlock:
+class CallTimings:
     """Timings of calls without a break between them.
 
     Attributes:

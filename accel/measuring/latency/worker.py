@@ -15,7 +15,7 @@ from ...artifact.processor_loading import open_companion
 from ...config import available_processors
 from ...errors import AccelError, SessionError
 from ..processes import ANSWER_TIMEOUT_S, HelperProcess, WorkerLostError, peak_memory
-from .variants import CallBlock, LoadedVariantFacts, Traffic, Variant, Workload, planned_variant
+from .variants import CallTimings, LoadedVariantFacts, Traffic, Variant, Workload, planned_variant
 
 if TYPE_CHECKING:
     from ...artifact.manifest import Artifact
@@ -69,9 +69,9 @@ class VariantProcess(HelperProcess):
         first: int = 0,
         traffic: Traffic | None = None,
         timeout_s: float = ANSWER_TIMEOUT_S,
-    ) -> CallBlock:
+    ) -> CallTimings:
         """Time calls of a workload, starting at the case with index `first`."""
-        block: CallBlock = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
+        block: CallTimings = self._ask("time", workload, calls, first, traffic or Traffic(), patience=timeout_s)
         return block
 
     def peak_memory(self) -> int:
@@ -201,13 +201,13 @@ class _VariantServer:
             result = {"output": result}
         return {name: value.float().cpu().numpy() for name, value in result.items() if isinstance(value, torch.Tensor)}
 
-    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> CallBlock:
+    def time(self, workload: str, calls: int, first: int, traffic: Traffic) -> CallTimings:
         call, cases = self._workloads[workload]
         ordered = [cases[(first + i) % len(cases)] for i in range(calls)]
         processor, started = time.process_time(), time.perf_counter()
         alone = traffic.callers == 1 and traffic.rate is None
         times = timed(call, ordered) if alone else _traffic(call, ordered, traffic)
-        return CallBlock(tuple(times), time.perf_counter() - started, time.process_time() - processor)
+        return CallTimings(tuple(times), time.perf_counter() - started, time.process_time() - processor)
 
 
 _served = _VariantServer()

@@ -26,7 +26,7 @@ from ..processors import companion_of, opened_processors
 from .empty_media_check import ChecksEmpty
 from .length_sorted_batches import LengthSorted
 from .pipeline_arguments import check_known_arguments, check_model, loading_arguments
-from .window_classifiers import ClassifiesWindows, classifies_windows
+from .window_classifiers import BulkTextClassification, classifies_windows
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def pipeline(
 @functools.cache
 def sorted_class(impl: type[Pipeline]) -> type[Pipeline]:
     """Return a subclass of a transformers pipeline class that has the same name and sorts its inputs by length before batching."""
-    how = ClassifiesWindows if classifies_windows(impl) else LengthSorted
+    how = BulkTextClassification if classifies_windows(impl) else LengthSorted
     # `loads` returns transformers' three values: True, None ("maybe") and False.
     senses = any(loads(impl, part) is not False for part in ("feature_extractor", "image_processor"))
     bases: tuple[type, ...] = (ChecksEmpty, how, impl) if senses else (how, impl)

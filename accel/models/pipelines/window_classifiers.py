@@ -16,11 +16,11 @@ from .length_sorted_batches import WINDOW_BATCHES, LengthSorted, by_length, wind
 # Tokenizer settings whose effect is the same for one text and for a list of texts.
 _SAME_FOR_MANY = {"truncation", "max_length", "add_special_tokens"}
 _NO_PADDING = {"padding": (False, True, "longest", "do_not_pad")}
-# Methods of transformers' `TextClassificationPipeline` that `ClassifiesWindows` replaces.
+# Methods of transformers' `TextClassificationPipeline` that `BulkTextClassification` replaces.
 _STOCK = ("preprocess", "postprocess", "get_iterator")
 
 
-class Window(NamedTuple):
+class SortedTexts(NamedTuple):
     """Tokenized texts or text pairs, sorted by length, shortest first.
 
     Attributes:
@@ -34,7 +34,7 @@ class Window(NamedTuple):
     values: Mapping[str, np.ndarray]
 
 
-class ClassifiesWindows(LengthSorted):
+class BulkTextClassification(LengthSorted):
     """Mixin for transformers' text classification pipeline that processes windows of texts.
 
     transformers' own pipeline tokenizes each text, creates its tensors and looks up its label one by one. For a small model, this work
@@ -65,7 +65,7 @@ class ClassifiesWindows(LengthSorted):
 
         def by_rows(rows: Iterable[Any]) -> Iterator[Any]:
             parameters = (preprocess_params, forward_params, postprocess_params)
-            results: Iterator[Any] = super(ClassifiesWindows, self).get_iterator(  # type: ignore[misc]
+            results: Iterator[Any] = super(BulkTextClassification, self).get_iterator(  # type: ignore[misc]
                 rows, num_workers, batch_size, *parameters
             )
             return results
@@ -80,7 +80,7 @@ class ClassifiesWindows(LengthSorted):
             else:
                 yield from self._classified(window, batch_size, forward_params, postprocess_params)
 
-    def _tokenized(self, rows: list[Any], settings: Mapping[str, Any]) -> Window | None:
+    def _tokenized(self, rows: list[Any], settings: Mapping[str, Any]) -> SortedTexts | None:
         """Tokenize rows together; return `None` if tokenizing them one by one could give another result."""
         tokenizer = self.tokenizer
         texts = _texts(rows)
@@ -94,10 +94,10 @@ class ClassifiesWindows(LengthSorted):
             if len(tokens) != len(rows) or any(len(row) != length for row, length in zip(tokens, lengths, strict=True)):
                 return None
             values[name] = np.fromiter(itertools.chain.from_iterable(tokens[i] for i in order), np.int64)
-        return Window(order, lengths[order], values)
+        return SortedTexts(order, lengths[order], values)
 
     def _classified(
-        self, window: Window, size: int, forward_params: Mapping[str, Any], postprocess_params: Mapping[str, Any]
+        self, window: SortedTexts, size: int, forward_params: Mapping[str, Any], postprocess_params: Mapping[str, Any]
     ) -> list[Any]:
         results: list[Any] = [None] * len(window.order)
         ends = window.lengths.cumsum()
@@ -110,7 +110,7 @@ class ClassifiesWindows(LengthSorted):
                 results[i] = result
         return results
 
-    def _batch(self, window: Window, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
+    def _batch(self, window: SortedTexts, ends: np.ndarray, rows: slice) -> dict[str, torch.Tensor]:
         """Return rows of a window as tensors, padded to the longest row as in transformers' pipeline."""
         lengths = window.lengths[rows]
         # The tensors have at least one column, because the model cannot run on the zero columns of a batch of empty texts.

@@ -164,7 +164,7 @@ class GenerationEngine:
 
     async def stream(self, generation: Generation) -> AsyncIterator[TextPiece]:
         """Yield text as it is generated, for an event loop. A stop string ends the generation."""
-        reader = _Reader(self.tokenizer, generation)
+        reader = _Detokenizer(self.tokenizer, generation)
         async for token in generation:
             piece = reader.take(token)
             yield piece
@@ -173,7 +173,7 @@ class GenerationEngine:
 
     def pieces(self, generation: Generation) -> Iterator[TextPiece]:
         """Yield text as it is generated, for a thread. A stop string ends the generation."""
-        reader = _Reader(self.tokenizer, generation)
+        reader = _Detokenizer(self.tokenizer, generation)
         for token in generation:
             piece = reader.take(token)
             yield piece
@@ -205,7 +205,7 @@ class GenerationEngine:
         self.close(drain=kind is None)
 
 
-class _Reader:
+class _Detokenizer:
     """Convert the tokens of one generation to pieces of text."""
 
     def __init__(self, tokenizer: Any, generation: Generation) -> None:

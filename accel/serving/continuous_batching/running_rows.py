@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...decoding.kv_cache import StateCache
-from ...decoding.next_token import RowChoice, choose_tokens
+from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...errors import AccelError
 from .token_stream import Generation, Token
 
@@ -30,7 +30,7 @@ class AnswerRow:
     """
 
     generation: Generation
-    choice: RowChoice
+    choice: RowTokenSelector
     held: int = 0
     last: int = -1
     made: int = 0
@@ -46,7 +46,7 @@ class AnswerRow:
         return finish is not None
 
 
-class PromptReading:
+class PromptPrefill:
     """A prompt that the model reads in chunks, with its own KV cache, before its row joins the running batch.
 
     Args:

@@ -15,9 +15,9 @@ import torch
 from ...config import check_number
 from ...decoding.generation_options import GenerationOptions
 from ...decoding.host_threads import has_own_threads, use_one_thread
-from ...decoding.next_token import RowChoice, choose_tokens
+from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
-from .running_rows import AnswerRow, PromptReading, RunningRows
+from .running_rows import AnswerRow, PromptPrefill, RunningRows
 from .token_stream import Generation
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Scheduler:
         self._positions = int(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
         self._batch = RunningRows(model, self._limit)
         self._waiting: deque[AnswerRow] = deque()
-        self._reading: deque[PromptReading] = deque()
+        self._reading: deque[PromptPrefill] = deque()
         self._changed = threading.Condition()
         self._closing = self._dropping = False
         self._process = os.getpid()
@@ -192,10 +192,10 @@ class Scheduler:
 
     def _row_of(self, generation: Generation) -> AnswerRow:
         if not self._behind_encoder:
-            return AnswerRow(generation, RowChoice(self.model, generation.ids, generation.options))
+            return AnswerRow(generation, RowTokenSelector(self.model, generation.ids, generation.options))
         config = self.model.generation_config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-        choice = RowChoice(self.model, [int(start)], generation.options, encoded=generation.ids)
+        choice = RowTokenSelector(self.model, [int(start)], generation.options, encoded=generation.ids)
         return AnswerRow(generation, choice, last=int(start))
 
     # The methods below run in the scheduler's thread.
@@ -281,7 +281,7 @@ class Scheduler:
             if rows and (len(rows) + 1) * longest > self.cache_tokens:
                 return
             rows.append(self._begun())
-            self._reading.append(PromptReading(self.model, rows[-1], parts=self._parts))
+            self._reading.append(PromptPrefill(self.model, rows[-1], parts=self._parts))
 
     def _start_together(self) -> None:
         """Start as many waiting rows as fit into one batch, padded to the longest prompt and the greatest number of new tokens."""

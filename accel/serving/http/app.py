@@ -79,7 +79,7 @@ def create_app(
     engine.observe(metrics)
     table = [*endpoints(), *more]
     server = ServerState(engine, settings, metrics, table)
-    keys = _Keys(settings.api_keys)
+    keys = _ApiKeyCheck(settings.api_keys)
     tracer = _tracer(traces)
     admission = Admission(engine, metrics)
 
@@ -128,7 +128,7 @@ def create_app(
     )
 
 
-class _Keys:
+class _ApiKeyCheck:
     """Check API keys in constant time: the digest of the request's key is compared with the digest of every key."""
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -152,7 +152,7 @@ class _Keys:
             )  # fmt: skip
 
 
-class _Traced:
+class _TracedResponse:
     """Wrap a response and record its trace after it is sent, because a streamed response is computed while it is sent."""
 
     def __init__(self, response: Response, record: Callable[[], None]) -> None:
@@ -173,7 +173,9 @@ def _tracer(traces: Any) -> Tracer | None:
     return Tracer(None if traces is True else traces)
 
 
-def _serve(endpoint: Endpoint, server: ServerState, keys: _Keys, admission: Admission, tracer: Tracer | None) -> Serve:
+def _serve(
+    endpoint: Endpoint, server: ServerState, keys: _ApiKeyCheck, admission: Admission, tracer: Tracer | None
+) -> Serve:
     async def serve(request: Request) -> ASGIApp:
         request.scope["endpoint_path"] = endpoint.path
         call = HttpCall(request, request.scope["request_id"], server)
@@ -207,7 +209,9 @@ def _serve(endpoint: Endpoint, server: ServerState, keys: _Keys, admission: Admi
                 (b"x-inference-ms", b"%.3f" % (timing.inference_s * 1e3)),
             )
         if tracer is not None and not endpoint.open:
-            return _Traced(response, functools.partial(tracer.record, call, endpoint.path, response.status_code, start))
+            return _TracedResponse(
+                response, functools.partial(tracer.record, call, endpoint.path, response.status_code, start)
+            )
         return response
 
     return serve

@@ -207,7 +207,7 @@ class GenerateBody(Sampling):
     stream: bool = True
 
 
-class _Answers:
+class _RequestGenerations:
     """The running generations for the prompts of one request.
 
     Args:
@@ -310,7 +310,7 @@ class _Answers:
 
 async def _started(
     call: HttpCall, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool
-) -> _Answers:
+) -> _RequestGenerations:
     """Start a generation for each prompt.
 
     Args:
@@ -348,13 +348,13 @@ async def _started(
         if isinstance(error, Exception):
             call.server.metrics.turned_away(name, error)
         raise
-    return _Answers(call, name, engine, generations)
+    return _RequestGenerations(call, name, engine, generations)
 
 
 class _Stream(StreamingResponse):
     """Response with server-sent events. It releases the rows even if the client disconnects before the first event."""
 
-    def __init__(self, answers: _Answers, lines: AsyncIterator[bytes]) -> None:
+    def __init__(self, answers: _RequestGenerations, lines: AsyncIterator[bytes]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._answers = answers
 
@@ -371,7 +371,7 @@ _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
 
 def _streamed(
     call: HttpCall,
-    answers: _Answers,
+    answers: _RequestGenerations,
     event: _Event,
     *,
     before: Sequence[Any] = (),

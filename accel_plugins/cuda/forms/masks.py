@@ -23,7 +23,7 @@ from onnx_ir.passes import common as passes
 from ...ortkit.graph.analysis import made_by_name, readers, unwrapped
 from ...ortkit.graph.editing import MICROSOFT, NewNodes, insert_after, read_graph, replace_value, serialized
 from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
-from .packing import Packer, can_pack, packed_rows
+from .packing import PackingRewriter, can_pack, packed_rows
 
 FormName = Literal["general", "lengths", "full", "short", "packed"]
 """`general`: correct for any mask. `lengths`: each row has at least one token, and padding only on the right. `full`:
@@ -161,7 +161,7 @@ def in_form(path: Path, form: FormName) -> bytes:
             if rows.op_type == "Where" and rows.inputs[1] is not None:
                 replace_value(rows.outputs[0], rows.inputs[1])
         if form == "packed":
-            Packer(model, mask).run()
+            PackingRewriter(model, mask).run()
         else:
             lengths = _lengths(model.graph, mask) if form == "lengths" else None
             for node in readers(mask):

@@ -7,7 +7,7 @@ packed where it is added. All other operators get the original layout, with zero
 
 ONNX Runtime's own `RemovePadding` reads the number of tokens in CPU memory during a run, which is impossible in a CUDA
 graph. In this module, the number of packed rows is chosen before the run and rounded up, and the indices are inputs of
-the graph, which `Packing` computes on the GPU. The packed rows after the last token are computed but never read.
+the graph, which `PackingInputs` computes on the GPU. The packed rows after the last token are computed but never read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def packed_rows(tokens: int, places: int) -> int:
     return min(places, -(-tokens // step) * step)
 
 
-class Packing:
+class PackingInputs:
     """The graph inputs that tell a packed graph where the tokens of a batch are, in GPU buffers at fixed addresses.
 
     Args:
@@ -103,9 +103,9 @@ def can_pack(model: ir.Model, mask: ir.Value) -> bool:
     return has_attention
 
 
-class Packer:
+class PackingRewriter:
     """Rewriter that changes a graph so that it computes only tokens, without padding. It adds the graph inputs that
-    `Packing` provides.
+    `PackingInputs` provides.
 
     `can_pack` must be true for the graph.
     """

@@ -34,12 +34,12 @@ _LARGE_BYTES = 256 << 20
 _FIX = "run the model on the CPU: backend='cpu'."
 
 
-class NoCausalFormError(SessionError):
+class MaskRemovalError(SessionError):
     """Raised when a decoder graph cannot be rewritten to take row lengths as input instead of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
-class CausalForm:
+class MasklessDecoderGraph:
     """A decoder graph that takes the lengths of rows instead of a mask.
 
     Attributes:
@@ -73,7 +73,7 @@ class _VisibleKeys:
         return _VisibleKeys(self.causal or other.causal, self.padding or other.padding, min(windows, default=0))
 
 
-def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
+def causal_form(path: Path, *, rotary_inside: bool = True) -> MasklessDecoderGraph:
     """Return the decoder graph of a file, rewritten to take row lengths as input instead of a mask.
 
     Args:
@@ -81,13 +81,13 @@ def causal_form(path: Path, *, rotary_inside: bool = True) -> CausalForm:
         rotary_inside: Whether to move rotary position embeddings into attention, if the graph allows it.
 
     Raises:
-        NoCausalFormError: An attention bias is not just causal order, padding and a window, or the graph reads the mask
+        MaskRemovalError: An attention bias is not just causal order, padding and a window, or the graph reads the mask
             outside of attention.
     """
     model = read_graph(path)
     windowed = take_lengths(model, path.name)
     inside = rotary_inside and fuse_inner_rotary().apply(model) > 0
-    return CausalForm(serialized(model), windowed, inside)
+    return MasklessDecoderGraph(serialized(model), windowed, inside)
 
 
 def lengths_form(path: Path) -> bytes | None:
@@ -134,7 +134,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     attentions = list(nodes(model, "GroupQueryAttention", domain=MICROSOFT))
     mask = next((value for value in graph.inputs if len(sizes := dims(value) or []) == 2 and sizes[1] == "total"), None)
     if not attentions or mask is None:
-        raise NoCausalFormError(
+        raise MaskRemovalError(
             f"{name} has a KV cache but no GroupQueryAttention nodes with an attention mask; accel needs them to run a decoder on a GPU.",
             fix=_FIX,
         )
@@ -151,7 +151,7 @@ def take_lengths(model: ir.Model, name: str) -> bool:
     passes.RemoveUnusedNodesPass()(model)
     if mask.uses():
         users = sorted({use.node.op_type for use in mask.uses()})
-        raise NoCausalFormError(
+        raise MaskRemovalError(
             f"The result of {name} depends on {mask.name} outside its attention (in the operators {', '.join(users)}). On a "
             "GPU, accel replaces this mask by the length of each row, so other operators cannot read it.",
             fix=_FIX,
@@ -164,7 +164,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
     """Return the keys that an attention node makes visible.
 
     Raises:
-        NoCausalFormError: The attention node needs its bias, because the bias hides other keys than later tokens,
+        MaskRemovalError: The attention node needs its bias, because the bias hides other keys than later tokens,
             padding and tokens outside of a window.
     """
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
@@ -179,7 +179,7 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
     if choice is not None and scalar(choice.inputs[1]) == 0.0 and low is not None and low <= -1e4:
         visible = _read(choice.inputs[0], mask)
     if visible is None or not (visible.causal and visible.padding):
-        raise NoCausalFormError(
+        raise MaskRemovalError(
             f"The attention node {node.name} of {name} has a bias that is more than causal order, padding and a sliding window; "
             "ONNX Runtime's CUDA kernel of GroupQueryAttention does not support a bias.",
             fix=_FIX,

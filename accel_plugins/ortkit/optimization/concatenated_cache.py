@@ -38,7 +38,7 @@ _TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class GrowingForm:
+class GrowingCacheGraph:
     """A decoder graph that returns a longer KV cache at each call.
 
     Attributes:
@@ -50,7 +50,7 @@ class GrowingForm:
     component: Component
 
 
-def growing_form(path: Path, component: Component) -> GrowingForm:
+def growing_form(path: Path, component: Component) -> GrowingCacheGraph:
     """Return the decoder graph of a file, rewritten to basic operators and a growing cache.
 
     Raises:
@@ -69,7 +69,7 @@ def growing_form(path: Path, component: Component) -> GrowingForm:
         if value.name in axes and value.shape is not None:
             value.shape = ir.Shape([axes[value.name] if i == _TOKENS else size for i, size in enumerate(value.shape)])
     described = replace(component, inputs=_sized(component.inputs, axes), outputs=_sized(component.outputs, axes))
-    return GrowingForm(serialized(model), described)
+    return GrowingCacheGraph(serialized(model), described)
 
 
 def _sized(specs: tuple[TensorSpec, ...], axes: Mapping[str, str]) -> tuple[TensorSpec, ...]:

@@ -23,7 +23,7 @@ from accel.interfaces.protocols import Feeds
 
 from ..graph.analysis import dims
 from ..graph.editing import INTEGERS, MICROSOFT, NewNodes, add_initializer, constant, insert_after, nodes, scalar
-from ..quantization.calibrators import Calibrator, DecoderCalibration, prompt_inputs
+from ..quantization.calibrators import Calibrator, DecoderCalibrationBatches, prompt_inputs
 from .simplifications import infer_shapes
 
 _FLOAT = ir.DataType.FLOAT
@@ -116,7 +116,7 @@ def _completed(calibration: Iterable[Feeds], component: Component) -> Iterable[F
     if names <= set(first_batch):
         return calibration
     if component.stateful and names <= set(first_batch) | set(prompt_inputs(component, 1, 1, {})):
-        return DecoderCalibration(calibration, component)
+        return DecoderCalibrationBatches(calibration, component)
     return None
 
 

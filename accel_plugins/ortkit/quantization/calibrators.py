@@ -101,7 +101,7 @@ def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds)
     return inputs
 
 
-class DecoderCalibration:
+class DecoderCalibrationBatches:
     """Calibration batches of a decoder, extended by the inputs for an empty KV cache.
 
     The batches can be iterated as often as the original batches.
@@ -124,7 +124,7 @@ def batches_of(calibration: Iterable[Feeds], component: Component) -> Iterable[F
     """
     parts: Mapping[str, Iterable[Feeds]] = getattr(calibration, "parts", {})
     batches = parts.get(component.name, calibration)
-    return DecoderCalibration(batches, component) if component.stateful else batches
+    return DecoderCalibrationBatches(batches, component) if component.stateful else batches
 
 
 class Calibrator:

@@ -32,7 +32,7 @@ _NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class ProviderAssignment:
     """The nodes of a session by execution provider, as ONNX Runtime partitioned the graph.
 
     Nodes are counted after constant folding, and before the provider fuses the nodes that it runs.
@@ -88,7 +88,7 @@ def record(options: ort.SessionOptions, provider: str) -> None:
         options.add_session_config_entry(_RECORD, "1")
 
 
-def assignment_of(session: ort.InferenceSession, provider: str) -> Assignment | None:
+def assignment_of(session: ort.InferenceSession, provider: str) -> ProviderAssignment | None:
     """Return the recorded assignment of nodes to providers of an open session.
 
     Return `None` for the CPU provider, and if this version of ONNX Runtime cannot record the assignment.
@@ -99,7 +99,7 @@ def assignment_of(session: ort.InferenceSession, provider: str) -> Assignment | 
     for subgraph in session.get_provider_graph_assignment_info():
         counts = operators.setdefault(subgraph.ep_name, Counter())
         counts.update(f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in subgraph.get_nodes())
-    return Assignment(provider, operators)
+    return ProviderAssignment(provider, operators)
 
 
 def check_assignment(session: ort.InferenceSession, provider: str, name: str) -> None:

@@ -31,9 +31,9 @@ from ..upstream import (
     native_run,
     ort_value_as_tensor,
 )
-from .assignment import CPU, Assignment, assignment_of, check_assignment, record
+from .assignment import CPU, ProviderAssignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
-from .steps import OrtSteps
+from .steps import OrtDecodingSteps
 from .values import as_ort_value
 
 logger = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class OrtSession(BaseSession[ort.InferenceSession]):
         self._run = native_run(session)
 
     @property
-    def assignment(self) -> Assignment | None:
+    def assignment(self) -> ProviderAssignment | None:
         """The assignment of nodes to providers; `None` for the CPU provider, which runs all nodes.
 
         Raises:
@@ -388,7 +388,7 @@ class OrtSession(BaseSession[ort.InferenceSession]):
         if not isinstance(state, OrtState):
             return None
         tensors = self._read(feeds, state)
-        return OrtSteps(self, state, tensors, calls) if OrtSteps.fits(state, tensors, calls) else None
+        return OrtDecodingSteps(self, state, tensors, calls) if OrtDecodingSteps.fits(state, tensors, calls) else None
 
     def close(self) -> None:
         """Release ONNX Runtime's memory."""

@@ -20,7 +20,7 @@ from .state import HOST, LENGTHS, OrtState
 _ONE = {"sequence": 1, "kept": 1}
 
 
-class OrtSteps(BoundSteps):
+class OrtDecodingSteps(BoundSteps):
     """Single-token decoding steps for a state in CPU memory whose keys and values are written in place.
 
     Each step overwrites the logits of the previous step.

@@ -28,7 +28,7 @@ from .compilation import compiled, compiling
 from .forms import CompilationPlan, CompiledForm
 from .packing import TokenCounter, Tokens, attending, packable, sharing_copy, token_counter
 from .precision import HALF, computing_copy
-from .products import JoinProducts, join_projections
+from .products import MatmulFusionPass, join_projections
 from .replays import MOST, ReplayCache, call_key
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, CallSizes, cut, longest, padded, sizes_of, step_up
 from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of
@@ -329,7 +329,7 @@ class CompiledModel:
         if form.attends:
             compute = attending(self._encoder, tokens)
         form.fuses = self._fuses
-        options = {"pre_grad_custom_pass": JoinProducts()} if form.fuses else None
+        options = {"pre_grad_custom_pass": MatmulFusionPass()} if form.fuses else None
         code = compiled(compute, replayed=form.replayed, options=options)
         if graphs and cache is None:
             code = CapturedModule(code, self.device)

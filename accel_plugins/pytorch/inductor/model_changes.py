@@ -25,7 +25,7 @@ _VERSION = operator.attrgetter("_version")
 _SAMPLED = 4096
 
 
-class _Places:
+class _DictEntries:
     """List of entries in many dictionaries, whose current values can be read quickly.
 
     Args:
@@ -58,7 +58,7 @@ class ModelSnapshot:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = dict(model.named_modules())
-        self._parts = _Places(
+        self._parts = _DictEntries(
             (container, key, f"{path}.{key}".lstrip("."))
             for path, module in self._modules.items()
             for container in (module._parameters, module._buffers, module._modules)
@@ -69,7 +69,7 @@ class ModelSnapshot:
         self._state = self._written()
         self._samples = [group for group in _samples(self._weights) if group]
         self._sampled = [torch.stack(group) for group in self._samples]
-        self._settings = _Places(_settings(self._modules))
+        self._settings = _DictEntries(_settings(self._modules))
         self._values = copy.deepcopy(self._settings.values())
         self._hooks = self._hooked()
         self._last_hook = RemovableHandle.next_id

@@ -53,12 +53,12 @@ def _join(layers: list[torch.nn.Linear]) -> None:
         layer.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
             layer.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
-        layer.forward = _Rows(weight, bias, rows)  # type: ignore[method-assign, assignment]
+        layer.forward = _WeightSliceForward(weight, bias, rows)  # type: ignore[method-assign, assignment]
 
 
-class _Rows:
+class _WeightSliceForward:
     """Forward function of a linear layer whose weight is a slice of a tensor with the weights of several layers.
-    `JoinProducts` recognizes the slice in the graph.
+    `MatmulFusionPass` recognizes the slice in the graph.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: slice) -> None:
@@ -67,11 +67,11 @@ class _Rows:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Rows:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WeightSliceForward:
         return self
 
 
-class JoinProducts(CustomGraphPass):
+class MatmulFusionPass(CustomGraphPass):
     """Graph pass that joins matrix products of the same input, and that joins activations with the product before them."""
 
     def __call__(self, graph: Graph) -> None:

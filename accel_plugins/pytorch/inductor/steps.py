@@ -132,7 +132,7 @@ class _FixedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return self.place
 
 
-class Slot:
+class CompiledStepSlot:
     """Memory for a KV cache of a fixed size, with the code and the CUDA graph that compute a decoding step.
 
     Args:
@@ -219,7 +219,7 @@ class StepState(CacheState):
     """Decoder state whose KV cache is either a growing cache of transformers or in a slot (memory of a fixed size)."""
 
     session: CompiledStepsSession
-    slot: Slot | None = None
+    slot: CompiledStepSlot | None = None
 
     @property
     def cache(self) -> DynamicCache:
@@ -233,7 +233,7 @@ class StepState(CacheState):
         self.leave()
         self._cache = cache
 
-    def enter(self, slot: Slot) -> None:
+    def enter(self, slot: CompiledStepSlot) -> None:
         """Move the KV cache into a slot (memory of a fixed size)."""
         slot.fill(self._cache.layers, self._length)
         self.slot, self._cache = slot, self._new_cache()
@@ -284,7 +284,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         self._most = forms
         self._tolerance = relative_tolerance(dtype)
         self._steps: dict[tuple[int, int], Any] = {}
-        self._spare: list[Slot] = []
+        self._spare: list[CompiledStepSlot] = []
         self._turn = threading.RLock()
         self._why_eager, self._warned = "", False
         self._positions = any(spec.name == "position_ids" for spec in component.inputs)
@@ -302,7 +302,7 @@ class CompiledStepsSession(ModuleDecoderSession):
             self._steps.clear()
             self._spare.clear()
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: CompiledStepSlot) -> None:
         """Keep an unused slot for the next KV cache of the same size."""
         with self._turn:
             self._spare = [*self._spare, slot][-_SPARE:] if self._step_code is not None else []
@@ -332,13 +332,13 @@ class CompiledStepsSession(ModuleDecoderSession):
             assert state.slot is not None
             return state.slot.run(tensors, state.length)
 
-    def _slot(self, key: tuple[int, int], layers: Sequence[Any]) -> Slot:
+    def _slot(self, key: tuple[int, int], layers: Sequence[Any]) -> CompiledStepSlot:
         for slot in self._spare:
             if (slot.batch, slot.capacity) == key:
                 self._spare.remove(slot)
                 return slot
         batch, capacity = key
-        return Slot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
+        return CompiledStepSlot(layers, batch, capacity, positions=self._positions, step=self._steps[key])
 
     def _rehearse(self, key: tuple[int, int], tensors: Mapping[str, torch.Tensor], state: StepState) -> None:
         """Run a step without compilation. If the model uses unsupported attention, this raises before a long
@@ -351,7 +351,7 @@ class CompiledStepsSession(ModuleDecoderSession):
             # uses its own mask, so its results would be wrong.
             raise NotImplementedError(f"compiled steps do not support layers with {', '.join(sorted(unsupported))}")
         batch, capacity = key
-        slot = Slot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
+        slot = CompiledStepSlot(state.cache.layers, batch, capacity, positions=self._positions, step=self._step_code)
         slot.fill(state.cache.layers, state.length)
         slot.run(tensors, state.length, capture=False)
 
