@@ -346,12 +346,12 @@ def test_stage_is_run_by_the_backend_of_the_format(monkeypatch: pytest.MonkeyPat
 
 
 def test_export_to_a_format_that_the_named_backend_does_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Capability(stage="export", produces="own")
-    standard = Capability(stage="export", produces="onnx")
+    own_format = Capability(stage="export", produces="own")
+    onnx_format = Capability(stage="export", produces="onnx")
     install(
         monkeypatch,
-        ("a", "spec_a", spec("a", capabilities=(own,))),
-        ("b", "spec_b", spec("b", capabilities=(own, standard))),
+        ("a", "spec_a", spec("a", capabilities=(own_format,))),
+        ("b", "spec_b", spec("b", capabilities=(own_format, onnx_format))),
     )
     assert plan_stage("export", None, "a").capability.produces == "own"
     assert plan_stage("export", None, "b").capability.produces == "onnx"
