@@ -181,9 +181,9 @@ class _Writer:
             version: Folder of the model version.
             values: The settings. Their entry `files` contains the checksums that are already known, by file name.
         """
-        known = values.get("files", {})
+        checksums = values.get("files", {})
         paths = {path.relative_to(version).as_posix(): path for path in sorted(version.rglob("*")) if path.is_file()}
-        values = {**values, "files": {name: known.get(name) or sha256(path) for name, path in paths.items()}}
+        values = {**values, "files": {name: checksums.get(name) or sha256(path) for name, path in paths.items()}}
         text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
         (version / SETTINGS).write_text(text, encoding="utf-8")
 
