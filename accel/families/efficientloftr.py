@@ -28,12 +28,13 @@ def _matches_by_pair(model: Any, scores: torch.Tensor) -> tuple[torch.Tensor, to
     config, transformers_module = model.config, sys.modules[type(model).__module__]
     mask = scores > config.coarse_matching_threshold
     mask = transformers_module.mask_border(mask, config.coarse_matching_border_removal, False).flatten(3).flatten(1, 2)
-    scores = scores.flatten(3).flatten(1, 2)
+    # Scores and maxima are compared in float32: ONNX Runtime's CPU kernels multiply float16 scores in float32, and may round only the maxima.
+    dtype, scores = scores.dtype, scores.flatten(3).flatten(1, 2).float()
     mask = mask * (scores == scores.amax(2, keepdim=True)) * (scores == scores.amax(1, keepdim=True))
     kept_scores = scores * mask
     best_scores, indices = zip(kept_scores.max(1), kept_scores.max(2), strict=True)
     matching_scores = torch.stack(best_scores, dim=1)
-    return torch.where(matching_scores > 0, torch.stack(indices, dim=1), -1), matching_scores
+    return torch.where(matching_scores > 0, torch.stack(indices, dim=1), -1), matching_scores.to(dtype)
 
 
 def _refined_by_pair(
