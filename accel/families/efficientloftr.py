@@ -28,7 +28,7 @@ def _matches_by_pair(model: Any, scores: torch.Tensor) -> tuple[torch.Tensor, to
     config, transformers_module = model.config, sys.modules[type(model).__module__]
     mask = scores > config.coarse_matching_threshold
     mask = transformers_module.mask_border(mask, config.coarse_matching_border_removal, False).flatten(3).flatten(1, 2)
-    # Scores and maxima are compared in float32: ONNX Runtime's CPU kernels multiply float16 scores in float32, and may round only the maxima.
+    # Compare scores and maxima in float32. On the CPU, ONNX Runtime multiplies float16 scores in float32 and may round only the maxima.
     dtype, scores = scores.dtype, scores.flatten(3).flatten(1, 2).float()
     mask = mask * (scores == scores.amax(2, keepdim=True)) * (scores == scores.amax(1, keepdim=True))
     kept_scores = scores * mask
