@@ -24,7 +24,7 @@ import torch
 from gpu import make_inputs, make_model
 
 from accel import ORTModelForSequenceClassification, export, optimize
-from accel_plugins.cuda.forms import masks
+from accel_plugins.cuda.forms import padding_variants
 from accel_plugins.cuda.weights import SharedWeights
 
 SHAPES = [(1, 16), (1, 32), (1, 64), (1, 96), (4, 32), (8, 64), (16, 64), (32, 64), (8, 96), (64, 32), (128, 16)]
@@ -86,7 +86,7 @@ def main(out: Path) -> None:
             replays: dict[tuple[int, int], dict[str, Callable[[], object]]] = collections.defaultdict(dict)
             models = []
             for label, limit in (("cuDNN", 0), ("memory-efficient", 1 << 20)):
-                masks.SHORT_UP_TO = limit
+                padding_variants.SHORT_UP_TO = limit
                 model = ORTModelForSequenceClassification.from_pretrained(
                     folder, backend="cuda", provider_options={"cuda_graphs": 64, "packing": label == "cuDNN"}
                 )

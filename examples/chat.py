@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from accel import ORTModelForCausalLM
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 
 def template(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> torch.Tensor:

@@ -35,13 +35,13 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="accel-tests-datasets-
 
 from accel.artifact import Artifact
 from accel.stages.export import export
-from accel.testing.documents import DOCUMENT_FAMILIES, save_document_model
-from accel.testing.generators import GENERATORS, save_generator
+from accel.testing.audio_models import CLAP, SOUND_FAMILIES, VITS, save_clap, save_sound_model, save_vits
+from accel.testing.document_models import DOCUMENT_FAMILIES, save_document_model
+from accel.testing.generative_models import GENERATORS, save_generator
+from accel.testing.image_models import PICTURES, save_tiny_pictures
 from accel.testing.models import save_tiny
-from accel.testing.pictures import PICTURES, save_tiny_pictures
-from accel.testing.sounds import CLAP, SOUND_FAMILIES, VITS, save_clap, save_sound_model, save_vits
-from accel.testing.tables import TAPAS, save_tapas
-from accel.testing.videos import VIDEO_FAMILIES, save_video_model
+from accel.testing.table_model import TAPAS, save_tapas
+from accel.testing.video_models import VIDEO_FAMILIES, save_video_model
 
 # An export creates a million objects that live for seconds, in addition to as many permanent objects of the imported
 # libraries. With Python's default threshold of 700 new objects, garbage collection takes a fifth of the time (measured

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 import torch
 
-from accel.capture.mapped_memory import _PAGEMAP, _PRESENT, _span
+from accel.capture.mapped_memory_release import _PAGEMAP, _PRESENT, _span
 
 TELLS = _PAGEMAP.exists()
 """Whether the operating system reports which memory pages of a process are in RAM."""

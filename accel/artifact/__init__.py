@@ -6,6 +6,7 @@ Code belongs in this package if it finds, describes, verifies or writes artifact
 models or backends.
 """
 
+from .atomic_folder_writing import copy_companions, scratch, tool_versions
 from .checksums import FileRecord, check_file, record_files, sha256, stamp_files
 from .home_folder import accel_home, keeping
 from .hub import HubOptions, Location
@@ -23,8 +24,7 @@ from .manifest import (
     lost_manifest,
     with_files,
 )
-from .tensors import TensorSpec
-from .writing import copy_companions, scratch, tool_versions
+from .tensor_specs import TensorSpec
 
 __all__ = [
     "MANIFEST",

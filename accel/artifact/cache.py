@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, OutputFolderError
+from .atomic_folder_writing import STAGING_PREFIX, discard, locked_file, remove_stale
 from .gguf_files import GGUF_MODELS
 from .home_folder import SEARCHES, accel_home, keeping
-from .writing import STAGING_PREFIX, discard, locked_file, remove_stale
 
 _GATE_S = 60.0
 

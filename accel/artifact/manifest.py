@@ -23,7 +23,7 @@ from ..config import checked_arguments
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from .checksums import FileRecord, record_files, verify
 from .json_reading import build, read_bytes_and_json
-from .tensors import TensorSpec
+from .tensor_specs import TensorSpec
 from .unrecorded_files import check_nothing_added
 
 logger = logging.getLogger(__name__)

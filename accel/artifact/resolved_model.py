@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from .atomic_folder_writing import checkpoint_weights
 from .gguf_files import gguf_weights
 from .hub import HubOptions, Location
 from .manifest import Artifact
-from .writing import checkpoint_weights
 
 if TYPE_CHECKING:
     import torch

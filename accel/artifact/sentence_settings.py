@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, IntegrityError, TaskError, did_you_mean
 from .json_reading import read_json, read_json_list
-from .tensors import TensorSpec
+from .tensor_specs import TensorSpec
 
 MODULES = "modules.json"
 GENERAL = "config_sentence_transformers.json"

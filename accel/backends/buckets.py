@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact, Component
-from ..capture.graph_forms import FastPath, FastPathComparison, FastPathVerifier, SessionWithFastPaths
+from ..capture.fast_path_verification import FastPath, FastPathComparison, FastPathVerifier, SessionWithFastPaths
 from ..errors import InputError
 from ..interfaces.protocols import Feeds, Names, Session
 from ..interfaces.session import BaseSession

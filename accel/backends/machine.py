@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from .._version import __version__
+from ..artifact.atomic_folder_writing import tool_versions
 from ..artifact.home_folder import accel_home
-from ..artifact.writing import tool_versions
 from ..config import available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import Reason

@@ -19,7 +19,7 @@ from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec, Probe, Reason
 from . import registry
 from .buckets import why_unpadded
 from .registry import Inventory
-from .stage_plan import StagePlan, missing_domains, plan_stage
+from .stage_backend_selection import StagePlan, missing_domains, plan_stage
 
 # Fields of `SessionOptions` that an artifact's manifest may set. Numbers of threads are limited to the processors of
 # this machine.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from ..artifact.manifest import Artifact
 from ..config import SessionOptions
-from ..interfaces.continuation import continued
+from ..interfaces.decoder_session_wrappers import continued
 from ..interfaces.protocols import OpenRequest, Session
-from ..interfaces.row_tokens import with_row_tokens
+from ..interfaces.required_tokens import with_row_tokens
 from ..interfaces.specs import BackendSpec
 from . import registry
 from .buckets import BucketedSession, RoundedSession

@@ -10,24 +10,26 @@ mask that contains only ones from decoder graphs, and makes an axis of size 1 a 
 different sizes for different axes, and padding in the mask.
 """
 
-from ..interfaces.wrapper import Tensors as Tensors
-from ..interfaces.wrapper import unwrapped as unwrapped
+from ..interfaces.tracing_wrapper import Tensors as Tensors
+from ..interfaces.tracing_wrapper import unwrapped as unwrapped
 from ..upstream.cache_names import CACHE_NAME as CACHE_NAME
 from ..upstream.cache_names import CACHE_NAMES as CACHE_NAMES
 from ..upstream.cache_names import cache_argument as cache_argument
-from ..upstream.library_output import quiet as quiet
 from ..upstream.onnx_exporter import prepare_rewriter as prepare_rewriter
+from ..upstream.output_silencing import quiet as quiet
 from .cached_attention import FusedAttention as FusedAttention
+from .export_source import Source as Source
+from .external_weight_reads import read_by_other_code as read_by_other_code
 from .generation_graphs import encoder_output as encoder_output
 from .generation_graphs import split as split
 from .gguf_models import gguf_folder as gguf_folder
+from .global_state_lock import one_thread_at_a_time as one_thread_at_a_time
 from .graph_names import drop_unused_inputs as drop_unused_inputs
 from .graph_names import feeds_for as feeds_for
 from .graph_names import graph_name as graph_name
 from .graph_names import graph_specs as graph_specs
 from .graph_names import usual_sizes_in as usual_sizes_in
-from .mapped_memory import release_pages as release_pages
-from .process_lock import one_thread_at_a_time as one_thread_at_a_time
+from .mapped_memory_release import release_pages as release_pages
 from .prompt_cases import cases_by_part as cases_by_part
 from .quantized_linears import BLOCK_LINEAR as BLOCK_LINEAR
 from .quantized_linears import INTEGER_LINEAR as INTEGER_LINEAR
@@ -59,7 +61,6 @@ from .samples import IMAGE_AXES as IMAGE_AXES
 from .samples import pad_id as pad_id
 from .samples import with_special_tokens as with_special_tokens
 from .sound_samples import AXIS_STEPS as AXIS_STEPS
-from .source import Source as Source
 from .source_loader import base_of_adapter as base_of_adapter
 from .source_loader import code_elsewhere as code_elsewhere
 from .source_loader import load_source as load_source
@@ -68,4 +69,3 @@ from .tracer import capture_onnx as capture_onnx
 from .tracer import capture_openvino as capture_openvino
 from .tracer import capture_program as capture_program
 from .tracer import first_lines as first_lines
-from .weight_readers import read_by_other_code as read_by_other_code

@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DummyLayer, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..errors import ExportError
-from ..interfaces.wrapper import Tensors
+from ..interfaces.tracing_wrapper import Tensors
 from .cached_attention import CacheLayer
 from .recurrence import read_state
 

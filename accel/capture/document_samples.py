@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Tensors, unwrapped
+from ..interfaces.tracing_wrapper import Tensors, unwrapped
 from .samples import BOXES, SAMPLE_BATCH, SAMPLE_SEQUENCE, parameters_of, resize, text_inputs
 
 _SIDES = 4

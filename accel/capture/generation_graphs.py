@@ -23,19 +23,19 @@ from ..errors import ExportError
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import load_task
 from ..interfaces.task_spec import TaskSpec
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 from ..upstream.cache_names import CACHE_NAME, cache_argument
-from ..upstream.library_output import quiet
 from ..upstream.model_internals import masks_not_shortened
+from ..upstream.output_silencing import quiet
 from .cached_attention import CacheLayer, FusedAttention, tracing
 from .cached_layers import TOKENS, Layer, croppable, described, make_cache_layers, presents, without_tokens
+from .export_source import Source
 from .output_selection import OutputSelection
 from .patch_samples import PATCH_AXIS, PATCHES
 from .position_limits import has_position_table
 from .recurrence import recurrent
 from .samples import same_draws
 from .sound_samples import SOUND_AXES
-from .source import Source
 from .speech_samples import shortened_mask
 from .tracer import first_lines
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..artifact.atomic_folder_writing import discard, staging, tool_versions
 from ..artifact.checksums import file_digest
 from ..artifact.gguf_files import GGUF_MODELS, GGUF_WEIGHTS
 from ..artifact.home_folder import accel_home
-from ..artifact.writing import discard, staging, tool_versions
 from ..errors import ExportError, OutputFolderError
 from ..upstream.auto_models import classes_for
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 from .tracer import first_lines
 
 logger = logging.getLogger(__name__)

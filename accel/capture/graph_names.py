@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..interfaces.task_registry import read_config
-from ..interfaces.wrapper import Tensors
+from ..interfaces.tracing_wrapper import Tensors
 from .patch_samples import PATCHES
 from .samples import pad_id, resize, usual_sizes
 from .sound_samples import usual_sounds

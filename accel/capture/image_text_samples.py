@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import unwrapped
+from ..interfaces.tracing_wrapper import unwrapped
 from .samples import (
     SAMPLE_BATCH,
     SAMPLE_SEQUENCE,

@@ -11,8 +11,8 @@ from typing import Any
 
 import safetensors
 
+from ..artifact.atomic_folder_writing import checkpoint_weights
 from ..artifact.json_reading import read_json
-from ..artifact.writing import checkpoint_weights
 from ..errors import AccelError, ExportError
 from ..interfaces.task_registry import is_adapter, read_config
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
 
 

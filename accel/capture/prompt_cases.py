@@ -8,9 +8,10 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family_registry import family_of
-from ..interfaces.wrapper import Tensors
+from ..interfaces.tracing_wrapper import Tensors
 from ..upstream.cache_names import CACHE_NAME
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
+from .export_source import Source
 from .generation_graphs import (
     ENCODER_MASK,
     CrossAttentionKeyValueProjection,
@@ -22,7 +23,6 @@ from .generation_graphs import (
 from .graph_names import graph_name
 from .reference_cases import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
-from .source import Source
 from .tracer import first_lines
 
 

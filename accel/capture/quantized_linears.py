@@ -21,8 +21,8 @@ from torch.nn import functional
 from ..artifact.json_reading import build, read_json
 from ..artifact.manifest import MANIFEST, Artifact, Origin, Quantization
 from ..errors import ExportError, IntegrityError
-from ..upstream.library_output import quiet
-from .symbolic_operators import leaves_nodes
+from ..upstream.output_silencing import quiet
+from .custom_operator_forms import leaves_nodes
 
 OPERATOR_DOMAIN = "accel_layers"
 INTEGER_LINEAR, BLOCK_LINEAR = "integer_linear", "block_linear"

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from ..upstream.replaced_attributes import replaced_attributes
-from .symbolic_operators import leaves_nodes
+from .custom_operator_forms import leaves_nodes
 
 RECURRENCE_DOMAIN = "accel"
 RECURRENCE, DELTA_RECURRENCE = "recurrence", "delta_recurrence"

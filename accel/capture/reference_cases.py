@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..errors import ExportError
-from ..interfaces.wrapper import Tensors
-from ..upstream.library_output import quiet
+from ..interfaces.tracing_wrapper import Tensors
+from ..upstream.output_silencing import quiet
+from .export_source import Source
 from .graph_names import graph_name
 from .patch_samples import patch_sizes
 from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, point_sizes, safe_sizes
 from .sound_samples import sound_sizes
-from .source import Source
 from .tracer import first_lines
 
 

@@ -20,8 +20,8 @@ from ..artifact.processor_loading import open_companion
 from ..errors import ExportError, InputError
 from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
-from ..interfaces.wrapper import Tensors, unwrapped
-from ..upstream.library_output import quiet
+from ..interfaces.tracing_wrapper import Tensors, unwrapped
+from ..upstream.output_silencing import quiet
 from .patch_samples import PATCH_AXIS, PATCHES, USUAL_PATCHES, drawn_patches
 
 SAMPLE_BATCH = 2

@@ -13,7 +13,7 @@ import torch
 
 from ..artifact.sentence_settings import SentenceModule, SentenceSettings
 from ..errors import ConfigError, ExportError, IntegrityError
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 from .layer_outputs import inner_states
 
 _WORDS = {"last": "lasttoken"}

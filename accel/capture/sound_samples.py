@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import Tensors, unwrapped
+from ..interfaces.tracing_wrapper import Tensors, unwrapped
 from .samples import IMAGE_AXES, SAMPLE_BATCH, parameters_of, processor_settings
 
 SOUND_AXES = ("samples", "frames")

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import unwrapped
+from ..interfaces.tracing_wrapper import unwrapped
 from .image_text_samples import sample_texts
 from .samples import SAMPLE_BATCH, processor_settings
 

@@ -26,23 +26,23 @@ from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import infer_task, is_adapter, load_task, read_config
 from ..interfaces.task_spec import TaskSpec
-from ..interfaces.wrapper import Wrapper, unwrapped
+from ..interfaces.tracing_wrapper import Wrapper, unwrapped
 from ..upstream.auto_models import classes_for
-from ..upstream.library_output import quiet
 from ..upstream.model_internals import without_mixed_precision
+from ..upstream.output_silencing import quiet
 from .adapter_embeddings import adapter_shapes, fit_embeddings
+from .end_token_classifiers import answering_by_row
+from .export_source import Source
+from .global_state_lock import one_thread_at_a_time
 from .layer_outputs import ReturnsLayerOutputs
 from .load_errors import load_error
 from .output_selection import OutputSelection
 from .position_limits import max_sizes_of
-from .process_lock import one_thread_at_a_time
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
-from .row_pooling import answering_by_row
 from .samples import check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .sound_samples import sound_sample
-from .source import Source
 from .speech_samples import longest_sound, speech_sample
 from .tracer import first_lines
 from .video_samples import video_sample

@@ -9,7 +9,7 @@ import torch
 
 from ..interfaces.family import Axes, Sample
 from ..interfaces.family_registry import family_of
-from ..interfaces.wrapper import unwrapped
+from ..interfaces.tracing_wrapper import unwrapped
 from ..upstream.model_internals import shortened_by
 from .samples import default_sample
 from .sound_samples import fixed_window, samples_for, sound_sample

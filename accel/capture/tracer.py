@@ -16,25 +16,25 @@ from ..config import ExportConfig
 from ..errors import ExportError
 from ..interfaces.family_registry import family_of
 from ..interfaces.task_registry import task_spec
-from ..interfaces.wrapper import unwrapped
+from ..interfaces.tracing_wrapper import unwrapped
 from ..upstream.exporter_tables import (
     weights_read_by_other_code,
     with_conversions,
     without_stack_traces,
     without_telemetry,
 )
-from ..upstream.library_output import quiet
 from ..upstream.onnx_exporter import parse_operators_once, prepare_rewriter, release_traced_graphs
+from ..upstream.output_silencing import quiet
 from ..upstream.replaced_attributes import replaced_attributes
 from ..upstream.symbolic_sizes import DATA_DEPENDENT, formula
+from .custom_operator_forms import symbolic_operators
+from .export_source import Source
+from .global_state_lock import one_thread_at_a_time
 from .graph_names import graph_name, rename_axes, strip_provenance
 from .graph_repairs import divide_sizes, keep_padding, round_to_bfloat16
-from .process_lock import one_thread_at_a_time
 from .recurrence import recurrent
 from .samples import IMAGE_AXES
-from .source import Source
-from .symbolic_operators import symbolic_operators
-from .traced_functions import traceable
+from .torch_function_replacements import traceable
 
 if TYPE_CHECKING:
     import onnx_ir

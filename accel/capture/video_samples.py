@@ -9,7 +9,7 @@ import torch
 
 from ..errors import ExportError
 from ..interfaces.family import Sample
-from ..interfaces.wrapper import unwrapped
+from ..interfaces.tracing_wrapper import unwrapped
 from .samples import SAMPLE_BATCH, image_size
 
 _FRAMES = ("num_frames", "frames_per_clip")

@@ -4,7 +4,7 @@ In: command-line arguments. Out: text, or one JSON value on stdout with `--json`
 is a function in the module of its group. Shared options are in `options`, and shared behaviour is in `application`.
 """
 
-from . import artifacts, deploy, machine_commands, measure, prompt, scale, serve  # noqa: F401  # they join the application
+from . import artifacts, batch_command, deploy, generate_command, machine_commands, measure, serve  # noqa: F401  # they join the application
 from .application import app, main
 
 __all__ = ["app", "main"]

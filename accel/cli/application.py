@@ -20,10 +20,10 @@ from typer.models import OptionInfo
 from .._version import __version__
 from ..artifact.json_text import json_text
 from ..errors import AccelError, ConfigError
-from ..upstream.library_output import hush_imports
+from ..upstream.output_silencing import hush_imports
 from . import options
 from .exit_codes import FAILED, INTERRUPTED, exit_code
-from .streams import lost_output, watch_output
+from .stdout_errors import lost_output, watch_output
 
 _QUOTES = "'\""
 _SETTING = re.compile(rf"\b([a-z_]+)=(\.\.\.|True|[{_QUOTES}][^{_QUOTES}]*[{_QUOTES}])(?! \(--)")

@@ -33,8 +33,8 @@ def doctor(
 ) -> CommandResult:
     """Show every backend and task, what is missing and how to install it. With MODEL, show how the model would run on this machine."""
     if model is not None:
-        from ..models.arguments import read_arguments
         from ..models.base import ORTModel
+        from ..models.loading_arguments import read_arguments
 
         arguments = read_arguments(
             task=task, backend=backend, device=device, revision=revision, trust_remote_code=trust_remote_code

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact.manifest import Artifact
 from ..artifact.processor_loading import open_companion
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..config import QuantizeConfig
 from ..errors import ArtifactNotFoundError, BackendUnavailableError, ConfigError, InputError, QuantizeError
 from ..interfaces.protocols import Feeds
 from ..interfaces.task_registry import load_task, task_spec
 from ..interfaces.task_spec import Modality
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 from .columns import map_columns
-from .defaults import with_defaults
 from .encoded_rows import EncodedRows, encode_texts
 from .image_rows import encode_images
+from .input_defaults import with_defaults
 from .rows import DatasetRows, is_rows, load_rows, take
 from .sound_rows import encode_sounds
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..errors import InputError
 from ..interfaces.family_registry import family_of
 from ..upstream.auto_models import model_type_of
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 from .columns import is_text
 from .encoded_rows import EncodedRows, LazyColumn
 from .rows import DatasetRows

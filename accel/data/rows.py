@@ -15,7 +15,7 @@ from typing import Any
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..capture import one_thread_at_a_time
 from ..errors import ArtifactNotFoundError, ConfigError, InputError, did_you_mean
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 from ..upstream.pipeline_internals import fingerprint_of
 
 _READERS = {

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..artifact.atomic_folder_writing import check_output
 from ..artifact.manifest import Artifact
-from ..artifact.writing import check_output
 from ..backends import registry
 from ..backends.plan import RunPreferences, make_plan
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import SessionOptions, available_processors
 from ..errors import ConfigError
 from ..interfaces.specs import WEIGHTS, BackendSpec
@@ -26,8 +26,8 @@ from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import printed
 from ..measuring.statistics import SpeedupEstimate
 from ..models.base import ORTModel
-from ..stages.adoption import weights_of
 from ..stages.export import export
+from ..stages.foreign_folders import weights_of
 from ..stages.optimize import optimize
 from ..stages.resolution import resolve
 from ..tuning.quantize_within_budget import quantize

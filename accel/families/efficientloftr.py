@@ -80,7 +80,8 @@ class EfficientLoFTR(Family):
         corrected: Any = copy.copy(model)
         corrected._get_matches_from_scores = MethodType(_matches_by_pair, corrected)
         corrected._get_second_stage_fine_matching = MethodType(_refined_by_pair, corrected)
-        return corrected
+        module: torch.nn.Module = corrected
+        return module
 
 
 FAMILY = EfficientLoFTR()

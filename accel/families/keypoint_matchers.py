@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..interfaces.wrapper import Wrapper, unwrapped
+from ..interfaces.tracing_wrapper import Wrapper, unwrapped
 
 
 class KeypointMatcher(Wrapper):

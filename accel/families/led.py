@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..interfaces.family import Family, Replacement
-from .windowed_attention import replacements
+from .longformer_attention import replacements
 
 
 class LED(Family):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..interfaces.family import Family
-from ..interfaces.wrapper import Tensors, unwrapped
+from ..interfaces.tracing_wrapper import Tensors, unwrapped
 from ..upstream.attention_choice import attention_of
 from .keypoint_matchers import KeypointMatcher
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..interfaces.family import Replacement, Tensors
-from ..interfaces.wrapper import Wrapper
+from ..interfaces.tracing_wrapper import Wrapper
+from .longformer_attention import replacements
 from .roberta import Roberta
-from .windowed_attention import replacements
 
 
 def _first_separator(input_ids: torch.Tensor, sep_token_id: int) -> torch.Tensor:

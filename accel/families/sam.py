@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..interfaces.family import Axes, Family, ModelPart
-from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.graph_and_tensor_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 
 _MASKS, _POINTS_PER_MASK = 5, 4  # Masks per image and points per mask in the sample.
 # Labels of foreground, background, exclusion and padding points.

@@ -16,8 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..interfaces.family import Axes, Family, ModelPart, Replacement
-from ..interfaces.part_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.graph_and_tensor_names import FRAMES, LATENTS, NOISE, SPEAKER, TEXT_ENCODER, WAVEFORM_DECODER
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 
 _FRAMES = 17  # Number of audio frames in the sample inputs of the trace.
 

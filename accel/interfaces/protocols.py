@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..artifact.manifest import Artifact
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..config import ExportConfig, OptimizeConfig, PrepareConfig, QuantizeConfig, SessionOptions
-from . import forks  # noqa: F401  # releases torch's threads before a process forks, for all sessions
+from . import fork_safety  # noqa: F401  # releases torch's threads before a process fork_safety, for all sessions
 from .specs import DeviceSpec, Probe
 from .state import State
 

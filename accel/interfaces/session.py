@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from ..artifact.manifest import Component
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..errors import AccelError, SessionError
 from .session_contract import (
     InputValueCheck,

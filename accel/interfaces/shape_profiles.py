@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..artifact.manifest import Component
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..errors import ConfigError
 
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
-from ..artifact.tensors import TensorSpec as TensorSpec
+from ..artifact.tensor_specs import TensorSpec as TensorSpec
 
 API_VERSION = (3, 0)
 """Version of the plugin interface (major, minor).

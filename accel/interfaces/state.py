@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, Self
 
 from ..artifact.manifest import Component
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..errors import InputError
 from .session_contract import StepCheck
 

@@ -2,7 +2,7 @@
 
 import importlib
 
-from ..upstream.library_output import hush_imports
+from ..upstream.output_silencing import hush_imports
 
 hush_imports()
 for _name in ("torch", "transformers.generation", "transformers.modeling_utils", "accel.capture", "accel.models.base"):

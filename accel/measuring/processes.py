@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..artifact.writing import scratch
+from ..artifact.atomic_folder_writing import scratch
 from ..errors import AccelError, SessionError
 
 if TYPE_CHECKING:

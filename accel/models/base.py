@@ -26,14 +26,14 @@ from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
 from ..config import SessionOptions, checked_arguments
 from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
-from ..interfaces.forks import at_fork, never_destroyed
+from ..interfaces.fork_safety import at_fork, never_destroyed
 from ..interfaces.protocols import Session
 from ..interfaces.specs import DeviceSpec
 from ..interfaces.task_registry import load_task, missing_config, read_config, specs_for, task_spec
 from ..interfaces.task_spec import LABELS, TaskSpec
 from ..stages.export import folder_identity, was_removed, with_artifact
-from .arguments import LoadingArguments, read_arguments
 from .inputs import InputConverter, too_long
+from .loading_arguments import LoadingArguments, read_arguments
 from .log_filter import FILTER
 from .losses import TARGETS, loss_of
 from .module_interface import ModuleInterface

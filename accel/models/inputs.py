@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.defaults import with_defaults
+from ..data.input_defaults import with_defaults
 from ..errors import InputError, did_you_mean
 from ..interfaces.family_registry import family_of
 from .losses import TARGETS

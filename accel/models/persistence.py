@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..artifact.manifest import MANIFEST, Artifact, with_files
-from ..artifact.writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..config import checked_arguments
 from ..errors import ArtifactError, OutputFolderError
 from ..interfaces.task_registry import task_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..artifact.sentence_settings import sentence_settings
 from ..errors import InputError, did_you_mean
-from ..models.text_rows import TextBatcher, TokenRow
+from ..models.embedding_and_scoring import TextBatcher, TokenRow
 from .job import Options, PreparedRequest, Row, UnknownOptionError
 
 

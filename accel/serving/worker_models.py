@@ -12,8 +12,8 @@ from typing import Any, cast
 from ..artifact.manifest import Artifact
 from ..config import available_processors
 from ..errors import ConfigError
-from ..models.arguments import read_arguments
 from ..models.base import ORTModel
+from ..models.loading_arguments import read_arguments
 from ..stages.export import with_artifact
 
 Source = str | os.PathLike[str] | Artifact | ORTModel

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
+from ..artifact.atomic_folder_writing import check_output, copy_companions, discard, staging, tool_versions
 from ..artifact.checksums import folder_digest
 from ..artifact.home_folder import accel_home
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, PADDING_DIFFERENCE, SCHEMA_VERSION, Artifact
 from ..artifact.resolved_model import ResolvedModel
-from ..artifact.writing import check_output, copy_companions, discard, staging, tool_versions
 from ..backends import registry
 from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..backends.stage_plan import StagePlan, plan_stage
+from ..backends.stage_backend_selection import StagePlan, plan_stage
 from ..config import ExportConfig, check_names, checked_arguments
 from ..errors import (
     ConfigError,
@@ -38,7 +38,7 @@ from ..errors import (
 )
 from ..interfaces.protocols import Exporter
 from ..interfaces.task_registry import is_adapter, task_spec
-from .adoption import weights_of
+from .foreign_folders import weights_of
 from .graph_comparison import compare_with_model
 from .resolution import resolve
 

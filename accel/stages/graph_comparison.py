@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
 from ..artifact.manifest import OWN_ROUNDING, ROW_DIFFERENCE, Artifact
-from ..artifact.tensors import TensorSpec
+from ..artifact.tensor_specs import TensorSpec
 from ..errors import SessionError, ValidationError
 from ..interfaces.protocols import Session
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .. import capture, progress
+from ..artifact.atomic_folder_writing import check_output, staging
 from ..artifact.manifest import Artifact, Component
-from ..artifact.tensors import TensorSpec
-from ..artifact.writing import check_output, staging
+from ..artifact.tensor_specs import TensorSpec
 from ..backends.plan import make_plan
 from ..backends.sessions import open_plan
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import OptimizeConfig, checked_arguments
 from ..data.batches import calibration_batches
 from ..errors import ValidationError

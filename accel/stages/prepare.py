@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..backends import registry
-from ..backends.stage_plan import StagePlan, plan_stage
+from ..backends.stage_backend_selection import StagePlan, plan_stage
 from ..config import AccelerateConfig, Dtype, PrepareConfig, QatConfig, QatPreset, checked_arguments
 from ..errors import BackendUnavailableError, ConfigError, PrepareError
 from ..interfaces.protocols import Preparer

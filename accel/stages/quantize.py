@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
+from ..artifact.atomic_folder_writing import check_output, staging
 from ..artifact.manifest import Artifact, Component
-from ..artifact.writing import check_output, staging
 from ..backends import registry
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import QuantizeConfig
-from ..data.defaults import with_defaults
+from ..data.input_defaults import with_defaults
 from ..errors import ConfigError, QuantizeError
 from ..interfaces.protocols import Quantizer
 from ..interfaces.specs import WEIGHTS, BackendSpec
-from .adoption import weights_of
+from .foreign_folders import weights_of
 from .graph_comparison import warn_of_size
 from .resolution import artifact_of, resolve
 

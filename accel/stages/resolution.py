@@ -15,12 +15,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+from ..artifact.atomic_folder_writing import checkpoint_weights
 from ..artifact.gguf_files import GGUF, gguf_files
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import Kind, ResolvedModel
 from ..artifact.sentence_settings import sentence_kind, sentence_settings
-from ..artifact.writing import checkpoint_weights
 from ..config import ExportConfig, check_type
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError, did_you_mean
 from ..interfaces.task_registry import (
@@ -33,8 +33,8 @@ from ..interfaces.task_registry import (
     read_config,
     task_spec,
 )
-from .adoption import adopt, graphs_to_fetch, holds_graphs, subfolder_of_graphs, with_config
-from .libraries import check_heads, no_model
+from .foreign_folders import adopt, graphs_to_fetch, holds_graphs, subfolder_of_graphs, with_config
+from .unsupported_libraries import check_heads, no_model
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from ..artifact.manifest import Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.plan import RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..capture.graph_forms import FastPathComparison, SessionWithFastPaths
+from ..capture.fast_path_verification import FastPathComparison, SessionWithFastPaths
 from ..config import ExportConfig, check_number, checked_arguments
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import features_task, task_spec

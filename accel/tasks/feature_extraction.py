@@ -20,8 +20,7 @@ from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import correlation
 from ..measuring.accuracy.predictors import CosinePredictor, Predictor
 from ..models.base import ORTModel
-from ..models.outputs import SentenceEmbeddingOutput
-from ..models.text_rows import (
+from ..models.embedding_and_scoring import (
     COUNTED,
     Embedder,
     SentenceEmbeddingFunction,
@@ -30,12 +29,13 @@ from ..models.text_rows import (
     in_batches,
     prompt_length,
 )
+from ..models.outputs import SentenceEmbeddingOutput
 from ..serving.batch_formation import can_pad
 from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation
 from ..serving.text_handlers import check_lengths, check_options, cutting, find_prompt, text_row
 from ..stages.resolution import recorded_export
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 
 if TYPE_CHECKING:
     from ..serving.http.endpoints import Endpoint

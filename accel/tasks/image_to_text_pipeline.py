@@ -10,7 +10,7 @@ from transformers.image_utils import load_image
 
 from ..errors import ConfigError
 from ..models.pipelines.empty_media_check import check_not_empty
-from ..models.pipelines.task_defaults import GenerationPipeline
+from ..models.pipelines.generation_pipeline_base import GenerationPipeline
 from ..models.single_prompt import asked_of
 
 # Names of the model's inputs. In this task, `attention_mask` marks which patches of the image are padding.

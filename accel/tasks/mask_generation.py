@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from ..capture.generation_graphs import family_parts
 from ..errors import InputError
-from ..interfaces.part_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
+from ..interfaces.graph_and_tensor_names import EMBEDDINGS, IMAGE_ENCODER, INTERMEDIATE, MASK_DECODER
 from ..interfaces.task import Task
 from ..models.modality_models import TwoGraphModel
 from ..models.outputs import fast_output, numpy_too

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..errors import ConfigError, InputError
-from ..models.pipelines.task_defaults import GenerationPipeline
+from ..models.pipelines.generation_pipeline_base import GenerationPipeline
 from ..upstream.pipeline_internals import inputs_for_translation
 
 _TOKENIZER_OPTIONS = ("truncation", "max_length_input", "src_lang", "tgt_lang")

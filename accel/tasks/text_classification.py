@@ -17,8 +17,8 @@ from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, correlation, metric_of_sums, ratio
 from ..measuring.accuracy.predictors import ClassPredictor, Model, Predictor
 from ..models.base import ORTModel
+from ..models.embedding_and_scoring import Activation, PairScorer, activation_of, in_batches
 from ..models.modality_models import TextModel
-from ..models.text_rows import Activation, PairScorer, activation_of, in_batches
 from ..serving.batch_formation import can_pad
 from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation

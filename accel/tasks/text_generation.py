@@ -24,7 +24,7 @@ from ..models.outputs import fast_output, numpy_too
 from ..serving.continuous_batching.scheduler import continues_text
 from ..serving.job import RequestHandler
 from ..serving.operations import READS_TEXT, Operation
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 
 _WINDOW = 512
 _TOKENS_A_CALL = 1024

@@ -17,9 +17,9 @@ from ..errors import InputError, TaskError
 from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Values, metric_of_sums
 from ..measuring.accuracy.predictors import Model, Predictor
-from ..models.text_rows import activation_path
+from ..models.embedding_and_scoring import activation_path
 from ..serving.operations import Operation
-from ..upstream.library_output import quiet
+from ..upstream.output_silencing import quiet
 from .text_classification import (
     CLASSIFICATION,
     ClassificationOperation,

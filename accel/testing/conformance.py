@@ -330,7 +330,7 @@ class BackendConformance:
         self, implementation: Backend, artifact: Artifact, where: DeviceSpec, session: Session
     ) -> None:
         """A forked child process can close the parent's session and open a new one. The child has no threads of the
-        parent, so `accel.interfaces.forks` keeps objects whose release would wait for threads.
+        parent, so `accel.interfaces.fork_safety` keeps objects whose release would wait for threads.
         """
         if where.type != "cpu" or "fork" not in multiprocessing.get_all_start_methods():
             pytest.skip(

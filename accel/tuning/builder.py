@@ -13,16 +13,16 @@ from queue import SimpleQueue
 from typing import Any
 
 from .. import progress
+from ..artifact.atomic_folder_writing import discard
 from ..artifact.manifest import MANIFEST, Artifact
-from ..artifact.writing import discard
 from ..config import available_processors
 from ..errors import AccelError, ConfigError, SessionError, StageError, TaskError
 from ..interfaces.protocols import Feeds
 from ..measuring.processes import HelperProcess
 from .candidates import Recipe
 from .jobs import ArtifactFacts, CalibrationData, build, facts_of
+from .search_data import BuiltArtifact, SearchSubject, TimeBudget
 from .store import ResultStore, data_digest
-from .subject import BuiltArtifact, SearchSubject, TimeBudget
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import check_output, staging
 from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_text import json_text
 from ..artifact.manifest import Artifact
-from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..config import check_number
 from ..errors import AccelError, BackendUnavailableError, ConfigError
@@ -31,8 +31,8 @@ from ..stages.resolution import original, resolve
 from .candidates import Recipe, SearchSpace
 from .jobs import CalibrationData
 from .search import Preset, Proposal, Search
+from .search_data import BuiltArtifact, SearchSubject, TimeBudget
 from .store import ResultStore
-from .subject import BuiltArtifact, SearchSubject, TimeBudget
 from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from ..models.base import ORTModel
 from .candidates import Candidate, Recipe
 from .jobs import build
 from .search import Preset, Proposal, Search
-from .subject import SearchSubject, TriedCandidate
+from .search_data import SearchSubject, TriedCandidate
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.latency.workloads import WorkloadSettings
 from .builder import ArtifactBuilder
 from .jobs import Accuracy, accuracy
+from .search_data import SearchSubject, TriedCandidate
 from .store import ResultStore, data_digest
-from .subject import SearchSubject, TriedCandidate
 
 logger = logging.getLogger(__name__)
 

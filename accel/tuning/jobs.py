@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import discard
 from ..artifact.manifest import Artifact
 from ..artifact.resolved_model import ResolvedModel
-from ..artifact.writing import discard
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
 from ..data.batches import calibration_batches
 from ..interfaces.protocols import Feeds

@@ -11,7 +11,7 @@ from ..measuring.disturbance import Disturbance
 from ..measuring.latency.results import Cell, VariantResult
 from ..measuring.statistics import SpeedupEstimate, speedup
 from .candidates import Candidate, SearchSpace
-from .subject import TriedCandidate
+from .search_data import TriedCandidate
 from .trials import Goal, Trial
 
 _EPSILON = 1e-9

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from ..artifact.atomic_folder_writing import check_output, staging
 from ..artifact.json_text import finite
 from ..artifact.manifest import Artifact
-from ..artifact.writing import check_output, staging
 from ..backends import registry
 from ..backends.plan import make_plan
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import QuantizeConfig, checked_arguments
 from ..data.batches import calibration_batches, data_name
 from ..errors import BudgetError, ConfigError, SessionError
@@ -37,15 +37,15 @@ from ..measuring.latency.results import VariantResult, ratio_of
 from ..measuring.latency.variants import Variant, process_path
 from ..measuring.latency.workloads import WorkloadSettings
 from ..models.base import ORTModel
-from ..models.decoder_batches import PartCalibrationBatches
+from ..models.calibration_recording import PartCalibrationBatches
 from ..stages.quantize import quantizable
 from ..stages.quantize import quantize as quantize_once
 from ..stages.resolution import resolve
 from .candidates import Recipe, SearchSpace
 from .float_layers import FloatLayerSearch, with_float_layers
 from .search import Preset, Proposal, Search
+from .search_data import SearchSubject, TimeBudget, TriedCandidate
 from .store import ResultStore
-from .subject import SearchSubject, TimeBudget, TriedCandidate
 from .trials import Constraints, Goal
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from .candidates import Candidate, Recipe
 from .grader import AccuracyGrader
 from .jobs import CalibrationData
 from .objective import CandidateComparison
+from .search_data import BuiltArtifact, SearchSubject, TimeBudget, TriedCandidate
 from .store import ResultStore
-from .subject import BuiltArtifact, SearchSubject, TimeBudget, TriedCandidate
 from .timer import CandidateTimer
 from .trials import Goal
 

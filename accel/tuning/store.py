@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import locked_file
 from ..artifact.cache import alone_with_searches, using_searches
 from ..artifact.checksums import folder_digest, sha256
 from ..artifact.home_folder import SEARCHES, accel_home, keeping
-from ..artifact.writing import locked_file
 from ..upstream.pipeline_internals import fingerprint_of
 
 

@@ -21,8 +21,8 @@ from ..measuring.latency.variants import Traffic, Variant, Workload
 from ..measuring.latency.worker import VariantProcess
 from ..measuring.latency.workloads import WorkloadSettings, text_workloads, workloads_of
 from .builder import LATE, ArtifactBuilder
+from .search_data import Measurement, SearchSubject, TimeBudget, TriedCandidate, load_key
 from .store import ResultStore
-from .subject import Measurement, SearchSubject, TimeBudget, TriedCandidate, load_key
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import check_output, staging, tool_versions
 from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_text import finite, json_text
 from ..artifact.manifest import Artifact, FastestRunSettings
 from ..artifact.resolved_model import ResolvedModel
-from ..artifact.writing import check_output, staging, tool_versions
 from ..backends import registry
 from ..backends.machine import machine, tools
 from ..config import available_processors, check_number, checked_arguments
@@ -28,8 +28,8 @@ from ..stages.resolution import original, resolve
 from .candidates import SearchSpace
 from .jobs import CalibrationData
 from .search import Preset, Proposal, Search
+from .search_data import SearchSubject, TimeBudget, TriedCandidate, load_key
 from .store import ResultStore
-from .subject import SearchSubject, TimeBudget, TriedCandidate, load_key
 from .trials import Constraints, Goal, Objective, Trial, TuningResult, no_fit
 from .tune_proposals import tune_proposals
 

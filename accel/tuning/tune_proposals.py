@@ -15,7 +15,7 @@ from ..errors import BudgetError
 from ..measuring.latency.workloads import check_sequences
 from .candidates import Candidate, Recipe, SearchSpace, combined
 from .search import Proposal, Search
-from .subject import BuiltArtifact, TriedCandidate
+from .search_data import BuiltArtifact, TriedCandidate
 
 _VARIED = 3  # number of recipes whose run options are varied
 _SURVIVORS = 5  # number of candidates whose accuracy is measured before checking whether one meets the constraints

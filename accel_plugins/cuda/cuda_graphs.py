@@ -12,8 +12,8 @@ import torch
 
 from accel.errors import InputError, SessionError
 
-from .forms.masks import MaskContent, MaskPlan, content_from_flags, counting_weights, flags_of
 from .forms.packing import PackingInputs
+from .forms.padding_variants import MaskContent, MaskPlan, content_from_flags, counting_weights, flags_of
 from .runtime import Runtime
 
 

@@ -18,7 +18,7 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.capture.graph_forms import FastPath, FastPathComparison, FastPathVerifier
+from accel.capture.fast_path_verification import FastPath, FastPathComparison, FastPathVerifier
 from accel.config import SessionOptions
 from accel.errors import SessionError
 from accel.interfaces.protocols import Feeds
@@ -27,12 +27,13 @@ from accel.interfaces.state import growing_axes
 
 from ..ortkit import upstream
 from ..ortkit.graph.editing import read_graph
-from ..ortkit.optimization.causal_attention import MaskRemovalError, causal_form
-from ..ortkit.runtime.assignment import ProviderAssignment, assignment_of
+from ..ortkit.optimization.maskless_decoder import MaskRemovalError, causal_form
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
+from ..ortkit.runtime.provider_assignment import ProviderAssignment, assignment_of
 from ..ortkit.runtime.session import OPTIONS_OBJECT, open_runtime
 from ..ortkit.upstream import ort_value_as_tensor
-from .forms.masks import (
+from .forms.packing import PackingInputs, packed_rows
+from .forms.padding_variants import (
     PACKED_FROM,
     SHORT_UP_TO,
     FormName,
@@ -43,7 +44,6 @@ from .forms.masks import (
     packs,
     plan_for,
 )
-from .forms.packing import PackingInputs, packed_rows
 from .options import CudaOptions
 from .upstream import current_stream_number
 from .weights import SharedWeights

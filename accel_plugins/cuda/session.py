@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from accel.capture.graph_forms import FastPathComparison
+from accel.capture.fast_path_verification import FastPathComparison
 from accel.errors import InputError, SessionError
 from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session import BaseSession
@@ -25,7 +25,7 @@ from accel.interfaces.state import State
 from ..ortkit.runtime.nvidia import on_gpu
 from ..ortkit.upstream import ort_value_as_tensor
 from .cuda_graphs import CaptureError, DeferredIdCheck, GpuMaskCheck, ShapeGraphs
-from .forms.masks import FormName, MaskContent, MaskPlan, mask_content
+from .forms.padding_variants import FormName, MaskContent, MaskPlan, mask_content
 from .runtime import ELEMENT_TYPES, RUN_ERRORS, Runtime, on_device
 from .upstream import current_device
 

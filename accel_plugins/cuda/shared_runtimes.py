@@ -11,15 +11,15 @@ import onnxruntime as ort
 import torch
 
 from accel.artifact import Artifact, Component
-from accel.capture.graph_forms import FastPathVerifier
+from accel.capture.fast_path_verification import FastPathVerifier
 from accel.config import SessionOptions
 from accel.errors import ConfigError
 from accel.interfaces.protocols import OpenRequest, Session
 from accel.interfaces.specs import DeviceSpec
 
 from ..ortkit.graph.editing import load_graph
-from ..ortkit.optimization.causal_attention import MaskRemovalError
 from ..ortkit.optimization.concatenated_cache import growing_form
+from ..ortkit.optimization.maskless_decoder import MaskRemovalError
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, on_gpu
 from ..ortkit.runtime.session import OPTIONS_OBJECT, for_float8, open_runtime

@@ -9,7 +9,7 @@ import torch
 
 from accel.artifact import Component
 
-from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
+from ..ortkit.optimization.maskless_decoder import LENGTHS, TOTAL
 from .cuda_graphs import CaptureError, ClampedInputs, DeferredIdCheck, captured, overlapped
 from .runtime import Runtime, copy_in
 

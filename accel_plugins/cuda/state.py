@@ -12,8 +12,8 @@ from accel.errors import InputError
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.state import State
 
-from ..ortkit.optimization.causal_attention import LENGTHS, TOTAL
-from .forms.rows import MaskColumns, NewTokenColumns
+from ..ortkit.optimization.maskless_decoder import LENGTHS, TOTAL
+from .forms.unpadded_rows import MaskColumns, NewTokenColumns
 from .runtime import on_device
 from .slots import Slot, capacity_for
 

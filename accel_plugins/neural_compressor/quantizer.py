@@ -35,7 +35,7 @@ from accel.errors import ConfigError, QuantizeError
 from accel.interfaces.protocols import Batches
 from accel.interfaces.task_registry import task_spec
 
-from .blocks import hidden
+from .block_call_checks import hidden
 from .static import integer_layers, observed, static_config, traced
 from .weights import (
     NEEDS_DATA,

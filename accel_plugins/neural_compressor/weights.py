@@ -15,7 +15,7 @@ from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
 from . import ALGORITHMS, AUTO_ROUND
-from .blocks import called_plainly, check_chain
+from .block_call_checks import called_plainly, check_chain
 from .upstream import blocks_of, has_norms_to_scale, library, mapped, packed_layers
 
 NEEDS_DATA = ("gptq", "awq", "teq", "autoround")

@@ -52,7 +52,7 @@ SPEC = BackendSpec(
     distributions=("openvino", "nncf"),
     tested=(("openvino", "2026.3", "2026.4"), ("nncf", "3.0", "3.4")),
     layouts=("openvino_*.xml",),
-    folder_reader="accel_plugins.openvino.layouts:OpenVinoFolderReader",
+    folder_reader="accel_plugins.openvino.ir_folder_reader:OpenVinoFolderReader",
     recorded_options=("performance_hint", "streams", "pinning"),
     capabilities=(
         Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),

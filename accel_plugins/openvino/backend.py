@@ -13,7 +13,7 @@ from accel.artifact import Artifact, Component
 from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
-from accel.interfaces.forks import kept_in_children
+from accel.interfaces.fork_safety import kept_in_children
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
 from accel.interfaces.specs import Probe, Reason
 
@@ -57,7 +57,7 @@ class OpenVinoBackend:
 
     def optimizer(self) -> Optimizer:
         """Return the optimizer, which converts ONNX to OpenVINO IR. OpenVINO optimizes a graph when it compiles it."""
-        from .optimizer import OnnxConverter
+        from .onnx_conversion import OnnxConverter
 
         return OnnxConverter()
 

@@ -24,7 +24,7 @@ import openvino as ov
 
 from accel.artifact import Artifact, Component
 from accel.errors import ConfigError
-from accel.interfaces.forks import kept_in_children
+from accel.interfaces.fork_safety import kept_in_children
 
 from .runtime import core
 

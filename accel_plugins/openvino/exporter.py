@@ -16,9 +16,9 @@ from accel.capture import AXIS_STEPS, Source, capture_openvino, first_lines, gra
 from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
-from . import FORMAT, quantized, recurrence
+from . import FORMAT, quantized_layer_conversion, recurrence
 from .divisions import divide_down
-from .masked_rows import zero_hidden_tokens
+from .fully_masked_tokens import zero_hidden_tokens
 from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
@@ -56,7 +56,7 @@ class OpenVinoExporter:
 
     def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
         """Convert and write one graph. The KV cache of a decoder becomes part of the graph."""
-        exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized.CONVERSIONS))
+        exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized_layer_conversion.CONVERSIONS))
         model: ov.Model = exported.program
         input_names = {port.any_name for port in model.inputs}
         specs = _input_specs(model, source)

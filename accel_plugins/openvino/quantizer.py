@@ -28,7 +28,7 @@ from accel.interfaces.protocols import Batches, Feeds
 from . import FORMAT
 from .exporter import VERSIONS, write_graph
 from .int8_float_fallback import PRODUCTS, rounded
-from .optimizer import refuse_onnx_decoders, refuse_outer_caches
+from .onnx_conversion import refuse_onnx_decoders, refuse_outer_caches
 from .runtime import one_line, read_model
 from .state import BEAM_INDEX
 from .upstream import nncf_library, nncf_parameters

@@ -14,7 +14,7 @@ import openvino as ov
 
 from accel.artifact import Artifact, Component, accel_home, scratch
 from accel.errors import BackendUnavailableError, IntegrityError, SessionError, did_you_mean
-from accel.interfaces.forks import at_fork, never_destroyed
+from accel.interfaces.fork_safety import at_fork, never_destroyed
 from accel.interfaces.specs import DeviceSpec
 
 from .pooled_token import compute_pooled_token

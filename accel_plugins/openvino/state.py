@@ -12,7 +12,7 @@ from openvino import opset15 as ops
 
 from accel.artifact import Component, TensorSpec
 from accel.errors import InputError
-from accel.interfaces.bound_steps import BoundSteps
+from accel.interfaces.io_binding_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State, kept_name

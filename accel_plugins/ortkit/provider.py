@@ -15,8 +15,8 @@ from accel.errors import BackendUnavailableError, ConfigError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.interfaces.specs import BackendSpec, DeviceSpec, Probe, Reason
 
-from .runtime.libraries import device_specs, other_providers, provider_devices, register_library
 from .runtime.nvidia import check_option_names
+from .runtime.plugin_providers import device_specs, other_providers, provider_devices, register_library
 from .runtime.session import OrtSession, for_float8, is_float8, open_runtime
 
 _HALF = ("float16", "bfloat16")
@@ -200,7 +200,7 @@ class ProviderBackend:
         """
         if not (self.own_lengths and component.stateful) or request.shapes:
             return None
-        from .optimization.causal_attention import lengths_form
+        from .optimization.maskless_decoder import lengths_form
 
         return lengths_form(artifact.path / component.file)
 

@@ -34,7 +34,7 @@ from accel.errors import (
 from accel.interfaces.protocols import Backend, OpenRequest
 from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.aotinductor import backend, exporter, packages
 from accel_plugins.pytorch.upstream import cpp_compiler

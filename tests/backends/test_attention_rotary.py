@@ -20,7 +20,7 @@ from accel import export, optimize
 from accel.artifact import Artifact
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.optimization.attention_rotary import fuse_inner_rotary
-from accel_plugins.ortkit.optimization.causal_attention import LENGTHS, TOTAL, causal_form
+from accel_plugins.ortkit.optimization.maskless_decoder import LENGTHS, TOTAL, causal_form
 
 LAYERS = 2
 SMALL = {

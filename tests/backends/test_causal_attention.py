@@ -17,10 +17,10 @@ from accel.backends import registry
 from accel.errors import SessionError
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import load_graph, nodes
-from accel_plugins.ortkit.optimization.causal_attention import LENGTHS, TOTAL, causal_form, take_lengths
+from accel_plugins.ortkit.optimization.maskless_decoder import LENGTHS, TOTAL, causal_form, take_lengths
 
 Artifacts = Callable[[str], Artifact]
 LENGTHS_OF_ROWS = (5, 9, 2)

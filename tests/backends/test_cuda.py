@@ -21,7 +21,7 @@ from accel.interfaces.specs import DeviceSpec
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.conformance import BackendConformance
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import rescale, tiny_model
 from tests.devices import GPU
 

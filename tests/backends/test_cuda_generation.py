@@ -13,7 +13,7 @@ import torch
 from accel import ORTModel, ORTModelForCausalLM, ORTModelForSeq2SeqLM, export, optimize
 from accel.artifact import Artifact
 from accel.errors import InputError
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN, RECOMPUTED, STATES, save_generator, tiny_generator
+from accel.testing.generative_models import GENERATORS, IMAGE_TOKEN, RECOMPUTED, STATES, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
 from tests.devices import GPU
 

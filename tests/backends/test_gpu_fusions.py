@@ -26,11 +26,11 @@ from accel.interfaces.protocols import Session
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import rescale, tiny_model
-from accel_plugins.cuda.forms.masks import FormName, in_form, mask_content, mask_input, packs
 from accel_plugins.cuda.forms.packing import INDEX, POSITIONS, STARTS, PackingInputs, can_pack
+from accel_plugins.cuda.forms.padding_variants import FormName, in_form, mask_content, mask_input, packs
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.optimization.fusions import CPU, CUDA, TENSORRT, FusionTarget, chosen_fusions, fusions_for
-from accel_plugins.ortkit.optimization.padding import MASK_NAME
+from accel_plugins.ortkit.optimization.padding_masks import MASK_NAME
 from accel_plugins.ortkit.optimization.pooled_token import compute_pooled_token
 
 Fused = Callable[..., Artifact]

@@ -28,7 +28,7 @@ from accel.backends import registry
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, ExportError, InputError, PrepareError
 from accel.testing.conformance import BackendConformance
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel_plugins.pytorch.inductor import backend, compiled_model
 from accel_plugins.pytorch.inductor.precision import check_quantization

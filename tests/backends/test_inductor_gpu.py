@@ -18,7 +18,7 @@ from accel import SessionOptions
 from accel.artifact import Artifact
 from accel.config import AccelerateConfig, PrepareConfig
 from accel.testing.conformance import BackendConformance
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import save_tiny, tiny_model
 from tests.devices import GPU
 

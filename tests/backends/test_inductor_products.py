@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from accel.testing.models import tiny_model
-from accel_plugins.pytorch.inductor import float8, products
+from accel_plugins.pytorch.inductor import float8, matmul_fusion
 from accel_plugins.pytorch.inductor.float8 import Float8Linear, activate_before_rounding, round_layers, rows_in_float8
-from accel_plugins.pytorch.inductor.products import activate_in_products, join_products, join_projections
+from accel_plugins.pytorch.inductor.matmul_fusion import activate_in_products, join_products, join_projections
 
 LINEAR = nn.functional.linear
 ALL = [join_products, lambda graph: activate_in_products(graph, "cpu"), activate_before_rounding]
@@ -158,7 +158,7 @@ def test_products_of_quantized_weights_are_not_fused() -> None:
 
 
 def test_graph_pass_has_stable_uuid_for_the_compiler_cache() -> None:
-    assert products.MatmulFusionPass().uuid() == products.MatmulFusionPass().uuid() is not None
+    assert matmul_fusion.MatmulFusionPass().uuid() == matmul_fusion.MatmulFusionPass().uuid() is not None
 
 
 def rounded_product(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:

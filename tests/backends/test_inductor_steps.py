@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import accel
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.inductor import steps

@@ -21,11 +21,11 @@ from accel.artifact import Artifact
 from accel.backends import registry
 from accel.capture import CACHE_NAME, quantized_layers
 from accel.errors import ConfigError, QuantizeError
-from accel.stages.adoption import weights_of
 from accel.stages.export import load_source
+from accel.stages.foreign_folders import weights_of
 from accel.stages.quantize import quantize
 from accel.stages.resolution import resolve
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.tuning.candidates import SearchSpace
 from accel_plugins.neural_compressor.upstream import library, mapped
 from accel_plugins.neural_compressor.weights import check_algorithm

@@ -49,9 +49,9 @@ from accel.errors import (
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
 from accel.testing.conformance import BackendConformance
-from accel.testing.foreign_copies import as_foreign
+from accel.testing.copies_without_manifest import as_foreign
+from accel.testing.image_models import PICTURES
 from accel.testing.models import tiny_model
-from accel.testing.pictures import PICTURES
 from accel_plugins.openvino.exporter import output_specs
 from accel_plugins.openvino.options import properties
 

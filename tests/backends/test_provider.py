@@ -28,8 +28,8 @@ from accel.interfaces.specs import BackendSpec, Capability, DeviceSpec
 from accel_plugins.cpu.backend import CpuBackend
 from accel_plugins.ortkit import provider
 from accel_plugins.ortkit.provider import ProviderBackend
-from accel_plugins.ortkit.runtime import assignment, libraries
-from accel_plugins.ortkit.runtime.assignment import CPU, ProviderAssignment
+from accel_plugins.ortkit.runtime import plugin_providers, provider_assignment
+from accel_plugins.ortkit.runtime.provider_assignment import CPU, ProviderAssignment
 from accel_plugins.ortkit.runtime.session import native_options
 
 AZURE = "AzureExecutionProvider"
@@ -76,7 +76,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, s
     calls: list[tuple[str, str]] = []
     monkeypatch.setattr(FromLibrary, "path", tmp_path / "libprovider.so")
     FromLibrary.path.write_bytes(b"")
-    monkeypatch.setattr(libraries, "_registered", {})
+    monkeypatch.setattr(plugin_providers, "_registered", {})
     monkeypatch.setattr(ort, "register_execution_provider_library", lambda *args: calls.append(args))
     return calls
 
@@ -276,11 +276,11 @@ class Recorded:
 
 
 def test_arithmetic_on_cpu_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
-    assignment._warn.cache_clear()
+    provider_assignment._warn.cache_clear()
     session = Recorded(npu=["MatMul", "Add"], cpu=["Conv", "Conv", "Shape"])
     with caplog.at_level(logging.INFO):
-        assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
-        assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
+        provider_assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
+        provider_assignment.check_assignment(session, "NpuExecutionProvider", "model.onnx")
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert (
@@ -291,7 +291,7 @@ def test_arithmetic_on_cpu_is_warned_once(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_shape_operators_on_cpu_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
-    assignment.check_assignment(Recorded(npu=["MatMul"], cpu=["Shape"]), "NpuExecutionProvider", "model.onnx")
+    provider_assignment.check_assignment(Recorded(npu=["MatMul"], cpu=["Shape"]), "NpuExecutionProvider", "model.onnx")
     assert not caplog.records
 
 
@@ -379,7 +379,7 @@ def test_qualcomm_library_gives_correct_results(tmp_path: Path) -> None:
     import onnx
     from onnx import TensorProto, helper
 
-    from accel.stages.adoption import adopt
+    from accel.stages.foreign_folders import adopt
 
     run = Capability(stage="run", consumes="onnx", options=("backend_type",))
 

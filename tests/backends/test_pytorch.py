@@ -19,10 +19,10 @@ from accel.config import ExportConfig, PrepareConfig, QatConfig, SessionOptions
 from accel.errors import ConfigError, InputError, SessionError
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
-from accel.stages.adoption import weights_of
+from accel.stages.foreign_folders import weights_of
 from accel.stages.resolution import resolve
 from accel.testing.conformance import BackendConformance
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import save_tiny, tiny_tokenizer
 from accel_plugins.pytorch.backend import PytorchBackend
 from accel_plugins.pytorch.session import CapturedModule

@@ -29,7 +29,7 @@ from accel.capture import (
 from accel.capture import quantized_linears as quantized_module
 from accel.capture.quantized_linears import without_training
 from accel.errors import ConfigError, ExportError, IntegrityError, PrepareError
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 from accel.testing.models import tiny_model
 from accel_plugins.ortkit.export.quantized import lower_quantized_layers
 from accel_plugins.pytorch import distillation, training

@@ -16,7 +16,7 @@ import torch
 import accel
 from accel import SessionOptions, export, optimize
 from accel.artifact import Artifact
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_model
 
 pytestmark = [

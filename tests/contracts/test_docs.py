@@ -37,7 +37,7 @@ from packaging.version import Version
 import accel
 from accel import errors
 from accel.artifact import Artifact
-from accel.artifact.writing import check_output
+from accel.artifact.atomic_folder_writing import check_output
 from accel.demo import MODEL
 from accel.interfaces.specs import BackendSpec
 

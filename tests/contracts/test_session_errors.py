@@ -21,10 +21,10 @@ from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.config import SessionOptions
 from accel.errors import AccelError, InputError
-from accel.stages.adoption import weights_of
+from accel.stages.foreign_folders import weights_of
 from accel.stages.resolution import resolve
+from accel.testing.image_models import tiny_picture_model
 from accel.testing.models import rescale
-from accel.testing.pictures import tiny_picture_model
 
 Feeds = dict[str, torch.Tensor]
 OfPictures = Callable[[str], tuple[Any, Any, Any]]

@@ -14,7 +14,7 @@ import accel
 from accel.artifact.checksums import sha256
 from accel.artifact.manifest import MANIFEST
 from accel.errors import AccelError
-from accel.testing.foreign_copies import as_foreign, edit_manifest, unmark
+from accel.testing.copies_without_manifest import as_foreign, edit_manifest, unmark
 from accel.testing.models import save_tiny
 
 from .world import World, accel_command

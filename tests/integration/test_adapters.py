@@ -18,7 +18,7 @@ from accel.artifact.hub import HubOptions, Location
 from accel.capture import load_source
 from accel.config import ExportConfig
 from accel.errors import ExportError
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 from accel.testing.models import rescale, tiny_tokenizer
 
 peft = pytest.importorskip("peft", reason="adapters are PEFT's")

@@ -14,7 +14,7 @@ import transformers
 import accel
 from accel.artifact import Artifact
 from accel.errors import ConfigError, InputError, TaskError, UnknownBackendError
-from accel.models.arguments import LoadingArguments
+from accel.models.loading_arguments import LoadingArguments
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_subclasses_keep_their_class_and_task(artifact: Artifact, tiny_folder: C
 
 def test_ignored_arguments_are_accepted(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
     cls = accel.ORTModelForSequenceClassification
-    with caplog.at_level(logging.DEBUG, logger="accel.models.arguments"):
+    with caplog.at_level(logging.DEBUG, logger="accel.models.loading_arguments"):
         model = cls.from_pretrained(
             artifact.path,
             use_cache=None,

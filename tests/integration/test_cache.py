@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 import accel
 from accel.capture import CACHE_NAME
 from accel.errors import InputError
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 # The KV cache contains projections of activations of order 1, computed in float32.

@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 import accel
 from accel.artifact.processor_loading import open_generation_config
 from accel.errors import InputError, IntegrityError
-from accel.testing.generators import save_generator, tiny_generator
+from accel.testing.generative_models import save_generator, tiny_generator
 from accel.testing.models import tiny_tokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 5, 6], [0, 0, 9, 8, 7, 9, 8]])

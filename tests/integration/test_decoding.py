@@ -15,7 +15,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import InputError
 from accel.models.base import model_class
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 from accel.testing.models import VOCABULARY
 
 Artifacts = Callable[..., Artifact]

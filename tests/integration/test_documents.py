@@ -14,7 +14,7 @@ import accel
 from accel.artifact import Artifact
 from accel.errors import ExportError, InputError
 from accel.tasks.document_question_answering import ANLS
-from accel.testing.tables import TAPAS
+from accel.testing.table_model import TAPAS
 
 TOLERANCE = 1e-3
 DOCUMENTS, TABLES = "document-question-answering", "table-question-answering"

@@ -37,9 +37,9 @@ from accel.errors import (
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
-from accel.stages.adoption import adopt
+from accel.stages.foreign_folders import adopt
 from accel.stages.optimize import optimize
-from accel.testing.foreign_copies import as_foreign
+from accel.testing.copies_without_manifest import as_foreign
 
 # The logits are up to 5. PyTorch and ONNX Runtime compute them with different float32 kernels, which round differently.
 CLOSE = 1e-4

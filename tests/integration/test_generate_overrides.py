@@ -21,7 +21,7 @@ from accel.errors import InputError
 from accel.families import MODULES
 from accel.interfaces.family_registry import family_of
 from accel.interfaces.task_registry import all_tasks
-from accel.testing.generators import save_generator, tiny_generator
+from accel.testing.generative_models import save_generator, tiny_generator
 from accel.upstream.generate_hooks import GenerateHooks
 from tests.sweep.cases import pairs
 

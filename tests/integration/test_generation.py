@@ -32,7 +32,7 @@ from accel.cli import app
 from accel.errors import ConfigError, InputError
 from accel.models.base import model_class
 from accel.models.losses import computes_next_tokens_loss
-from accel.testing.generators import GENERATORS, IMAGE_TOKEN, PATCH, save_generator, tiny_generator
+from accel.testing.generative_models import GENERATORS, IMAGE_TOKEN, PATCH, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY, tiny_tokenizer
 
 Artifacts = Callable[..., Artifact]

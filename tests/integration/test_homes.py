@@ -16,10 +16,10 @@ import torch
 
 import accel
 from accel import Artifact, ORTModelForSequenceClassification
+from accel.artifact.atomic_folder_writing import discard
 from accel.artifact.cache import clear
 from accel.artifact.checksums import recall, remember, sha256
 from accel.artifact.home_folder import accel_home
-from accel.artifact.writing import discard
 from accel.backends.machine import machine
 from accel.errors import AccelError, ConfigError, OutputFolderError
 from accel.tuning.store import ResultStore

@@ -19,7 +19,7 @@ import accel
 from accel.artifact import Artifact
 from accel.artifact.hub import HubOptions, locate
 from accel.errors import ArtifactError, ArtifactNotFoundError
-from accel.stages.adoption import graphs_to_fetch
+from accel.stages.foreign_folders import graphs_to_fetch
 from tests.fake_hub import FakeHub, serving, use
 
 NAME = "org/model"

@@ -59,7 +59,7 @@ def test_inner_states_that_were_not_exported_are_refused(
 
 
 def test_generating_models_refuse_inner_states(shared: Callable[..., Path], tmp_path: Path) -> None:
-    from accel.testing.generators import save_generator
+    from accel.testing.generative_models import save_generator
 
     folder = shared("generator-llama", lambda out: save_generator(out, "llama"))
     with pytest.raises(TaskError, match="cannot return hidden states"):

@@ -38,9 +38,9 @@ from accel.errors import (
 from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
 from accel.models.losses import loss_of
-from accel.stages.adoption import weights_of
+from accel.stages.foreign_folders import weights_of
 from accel.stages.resolution import resolve
-from accel.testing.foreign_copies import unmark
+from accel.testing.copies_without_manifest import unmark
 from accel.testing.models import rescale, save_tiny
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 8, 3, 0, 0]])

@@ -24,7 +24,7 @@ from accel.errors import InputError
 from accel.interfaces.task_registry import load_task
 from accel.models.base import model_class
 from accel.tasks.object_detection import categories
-from accel.testing.pictures import PICTURES
+from accel.testing.image_models import PICTURES
 
 SIZES = ((60, 80), (96, 64), (64, 64))
 
@@ -297,7 +297,7 @@ ROWS: Mapping[str, dict[str, Any]] = {"clip": {"text": "my card"}}
 @pytest.mark.parametrize("family", ["clip", "detr", "segformer", "glpn"])
 def test_calibration_rows_without_labels(family: str, tiny_folder: Callable[..., Path]) -> None:
     """Rows that contain only images are enough for calibration. Models of images and texts also require texts."""
-    from accel.stages.adoption import weights_of
+    from accel.stages.foreign_folders import weights_of
     from accel.stages.resolution import resolve
 
     artifact = weights_of(resolve(tiny_folder(family, PICTURES[family][0])))

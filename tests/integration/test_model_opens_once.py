@@ -23,7 +23,7 @@ from accel.serving.engine import Engine
 from accel.serving.worker_models import open_all
 from accel.stages import export as exporting
 from accel.stages import resolution
-from accel.testing.foreign_copies import edit_manifest
+from accel.testing.copies_without_manifest import edit_manifest
 
 ONCE = {"resolved": 1, "chosen": 1, "opened": 1}
 

@@ -24,7 +24,7 @@ from accel.measuring.latency.benchmark import Baselines, variants_of
 from accel.measuring.latency.variants import planned_variant
 from accel.stages import resolution
 from accel.stages.resolution import resolve
-from accel.testing.foreign_copies import unmark
+from accel.testing.copies_without_manifest import unmark
 
 IDS = torch.tensor([[2, 9, 10, 3]])
 INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.zeros_like(IDS)}

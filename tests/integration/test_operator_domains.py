@@ -14,16 +14,16 @@ import pytest
 from onnx import TensorProto, helper
 
 from accel.artifact import Artifact
-from accel.artifact.tensors import TensorSpec
+from accel.artifact.tensor_specs import TensorSpec
 from accel.backends import registry
 from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import open_plan
 from accel.errors import BackendUnavailableError, SessionError
 from accel.interfaces.specs import DeviceSpec, Probe
-from accel.stages.adoption import adopt
+from accel.stages.foreign_folders import adopt
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
-from accel.testing.foreign_copies import as_foreign, edit_manifest
+from accel.testing.copies_without_manifest import as_foreign, edit_manifest
 
 MICROSOFT = "com.microsoft"
 

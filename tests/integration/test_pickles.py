@@ -21,7 +21,7 @@ from accel.backends import registry
 from accel.errors import AccelError, ArtifactError, ConfigError, InputError
 from accel.interfaces.specs import DeviceSpec
 from accel.measuring.accuracy.evaluation import evaluate
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import save_tiny, tiny_tokenizer
 
 TEXT = "where is my card"

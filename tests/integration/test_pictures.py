@@ -20,11 +20,11 @@ from accel.errors import ConfigError, InputError
 from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
 from accel.stages.export import export
-from accel.testing.documents import save_document_model
-from accel.testing.generators import tiny_generator
-from accel.testing.pictures import PICTURES, tiny_picture_model, tiny_processor
-from accel.testing.sounds import save_sound_model
-from accel.testing.videos import save_video_model
+from accel.testing.audio_models import save_sound_model
+from accel.testing.document_models import save_document_model
+from accel.testing.generative_models import tiny_generator
+from accel.testing.image_models import PICTURES, tiny_picture_model, tiny_processor
+from accel.testing.video_models import save_video_model
 
 TOLERANCE = 1e-3
 """Largest accepted difference of scores, of boxes as fractions of the image, and of depths relative to the largest depth."""

@@ -114,7 +114,7 @@ import subprocess, sys
 import accel
 import torch
 from pathlib import Path
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import save_tiny
 
 def run():

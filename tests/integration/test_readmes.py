@@ -16,7 +16,7 @@ import transformers
 from scipy.io import wavfile
 from transformers import AutoTokenizer, pipeline
 
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 
 def test_text_generation_with_graph_in_subfolder(generator: Any, tmp_path: Path) -> None:

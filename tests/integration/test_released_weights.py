@@ -14,7 +14,7 @@ import torch
 import accel
 from accel import ORTModelForSequenceClassification, SessionOptions
 from accel.errors import ConfigError
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 from accel.testing.models import save_tiny, tiny_model
 from accel_plugins.pytorch.upstream import cpp_compiler
 

@@ -20,7 +20,7 @@ from accel.config import ExportConfig
 from accel.errors import AccelError, ArtifactNotFoundError, ConfigError, TaskError
 from accel.stages import resolution
 from accel.stages.resolution import original, recorded_export, resolve
-from accel.testing.foreign_copies import edit_manifest, unmark
+from accel.testing.copies_without_manifest import edit_manifest, unmark
 from accel.testing.models import save_tiny, tiny_model
 
 HUB = {"revision": "abc123", "token": "hf_secret", "trust_remote_code": True}

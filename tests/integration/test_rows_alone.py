@@ -15,7 +15,7 @@ import accel
 from accel import capture
 from accel.artifact.manifest import ROW_DIFFERENCE, Artifact
 from accel.errors import ValidationError
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_model
 
 

@@ -26,7 +26,7 @@ from accel.measuring.statistics import summarize
 from accel.stages.export import export
 from accel.testing.models import tiny_model, tiny_tokenizer
 from accel.tuning.quantize_within_budget import Attempt
-from accel.tuning.subject import Measurement, TriedCandidate
+from accel.tuning.search_data import Measurement, TriedCandidate
 from accel.tuning.timer import CandidateTimer
 
 WORDS = "my card is not here where lost new old money bank pay top up app phone pin code help please".split()

@@ -17,7 +17,7 @@ from accel.artifact import Artifact
 from accel.errors import InputError, TaskError, ValidationError
 from accel.interfaces.task_registry import fitting_task, infer_task, specs_for
 from accel.models.inputs import InputConverter
-from accel.testing.sounds import CLAP, RATE, VITS, save_vits, tiny_sound
+from accel.testing.audio_models import CLAP, RATE, VITS, save_vits, tiny_sound
 
 BACKENDS = ["cpu", "openvino", "pytorch"]
 # An export takes seconds, so most tests run with the `cpu` and `openvino` backends only if thorough tests are selected.

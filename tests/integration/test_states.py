@@ -15,7 +15,7 @@ from accel import ORTModelForCausalLM, export, optimize, quantize
 from accel.artifact import Artifact
 from accel.capture import CACHE_NAME
 from accel.errors import ExportError, InputError
-from accel.testing.generators import STATES, save_generator, tiny_generator
+from accel.testing.generative_models import STATES, save_generator, tiny_generator
 from accel.testing.models import VOCABULARY
 
 Artifacts = Callable[..., Artifact]

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import accel
 from accel.errors import ConfigError
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_tokenizer
 
 TEXT = "where is my card"

@@ -15,7 +15,7 @@ import torch
 
 import accel
 from accel.artifact import Artifact
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import tiny_model
 from accel_plugins.pytorch.upstream import cpp_compiler
 

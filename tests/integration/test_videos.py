@@ -17,7 +17,7 @@ import accel
 from accel.artifact import Artifact
 from accel.capture.video_samples import video_sample
 from accel.errors import ExportError, InputError
-from accel.testing.videos import FRAMES, VIDEO_FAMILIES, tiny_video
+from accel.testing.video_models import FRAMES, VIDEO_FAMILIES, tiny_video
 
 TOLERANCE = 1e-3
 TASK = "video-classification"

@@ -24,7 +24,7 @@ from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.stages.validate import validate
-from accel.testing.generators import GENERATORS
+from accel.testing.generative_models import GENERATORS
 from accel.testing.tiny_batches import tiny_batch
 from accel_plugins.pytorch.aotinductor.packages import remember
 from tests.devices import placed

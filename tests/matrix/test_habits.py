@@ -19,7 +19,7 @@ from accel import SessionOptions
 from accel.artifact import Artifact
 from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
-from accel.testing.generators import GENERATORS, tiny_generator
+from accel.testing.generative_models import GENERATORS, tiny_generator
 from accel.testing.models import tiny_model
 from accel.testing.tiny_batches import tiny_batch
 

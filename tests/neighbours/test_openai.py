@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accel
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 

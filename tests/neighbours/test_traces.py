@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import accel
 from accel.serving.http.app import create_app
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `traces` is not installed")
 from opentelemetry.sdk.trace import TracerProvider

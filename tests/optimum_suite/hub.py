@@ -25,9 +25,9 @@ from tokenizers import AddedToken, pre_tokenizers
 
 from accel.errors import TaskError
 from accel.interfaces.task_registry import all_tasks, task_spec
-from accel.testing.foreign_copies import as_foreign
+from accel.testing.copies_without_manifest import as_foreign
+from accel.testing.image_models import PICTURES, tiny_processor
 from accel.testing.models import tiny_tokenizer
-from accel.testing.pictures import PICTURES, tiny_processor
 from tests.sweep import building, cases
 from tests.sweep.shrinking import BEGIN, PAD, POSITIONS, small_config
 

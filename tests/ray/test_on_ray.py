@@ -24,7 +24,7 @@ from accel.serving.batch.ray_batch import batch_on_ray
 from accel.serving.engine import Engine
 from accel.serving.ray.cluster import connected
 from accel.serving.ray.ray_deployment import Replicas, Served, build, serve_on_ray
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 pytest.importorskip("ray", reason="the extra ray is not installed: see `make test-ray`")
 

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import accel
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from accel.testing.models import save_tiny, tiny_model, tiny_tokenizer
 
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"

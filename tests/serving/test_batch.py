@@ -20,12 +20,12 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 import accel
-from accel.artifact.writing import locked_file
+from accel.artifact.atomic_folder_writing import locked_file
 from accel.cli import app
 from accel.errors import ConfigError, InputError, IntegrityError, OutputFolderError
 from accel.serving.batch.batch_run import batch
 from accel.serving.engine import Engine
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 
 TEXTS = ["where is my card", "help", "my top up failed", "what is the exchange rate", "pay"]
 

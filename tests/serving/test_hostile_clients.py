@@ -22,7 +22,7 @@ from accel.serving.http.app import create_app
 from accel.serving.http.middleware import OuterMiddleware
 from accel.serving.http.server_process import serve
 from accel.serving.http.server_settings import ServerSettings
-from accel.testing.generators import save_generator
+from accel.testing.generative_models import save_generator
 from tests.serving.conftest import Gate
 
 Served = Callable[[str], accel.ORTModel]

@@ -26,7 +26,7 @@ from accel.interfaces.task_registry import task_spec
 from accel.models.base import model_class
 from accel.stages.graph_comparison import accepted_rounding
 from accel.stages.quantize import quantize
-from accel.upstream.library_output import quiet
+from accel.upstream.output_silencing import quiet
 
 from .building import NotBuilt, build
 from .cases import Pair, loader_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from accel.testing.pictures import lightglue_config, superglue_config
+from accel.testing.image_models import lightglue_config, superglue_config
 
 Special = Mapping[str, Any] | Callable[[Callable[..., Any]], Any]
 

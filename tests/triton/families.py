@@ -1,7 +1,7 @@
 """Tiny decoders of many model families with typical tokenizers, for tests of the generation loop that runs inside
 Triton.
 
-`accel.testing.generators` has the families that other tests use. The families in this module have other kinds of
+`accel.testing.generative_models` has the families that other tests use. The families in this module have other kinds of
 positions, caches and masks.
 """
 

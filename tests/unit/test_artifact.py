@@ -33,13 +33,13 @@ from accel.artifact import (
     manifest,
     record_files,
 )
+from accel.artifact.atomic_folder_writing import check_output, locked_file, scratch, staging
 from accel.artifact.checksums import folder_digest
 from accel.artifact.hub import HubOptions, locate
 from accel.artifact.manifest import sealed
 from accel.artifact.unrecorded_files import kind_of
-from accel.artifact.writing import check_output, locked_file, scratch, staging
 from accel.errors import ArtifactError, ArtifactNotFoundError, IntegrityError, OutputFolderError, SchemaError
-from accel.interfaces.row_tokens import with_row_tokens
+from accel.interfaces.required_tokens import with_row_tokens
 
 
 @pytest.fixture

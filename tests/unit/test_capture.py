@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from accel.artifact.hub import HubOptions
 from accel.artifact.manifest import OWN_ROUNDING, Origin
-from accel.artifact.tensors import TensorSpec
+from accel.artifact.tensor_specs import TensorSpec
 from accel.capture import CACHE_NAME, Case, Source, split
 from accel.capture.cached_attention import CacheLayer, _attend_plainly, _Trace
 from accel.capture.cached_layers import TOKENS, CachedTensorSpec, described
@@ -32,7 +32,7 @@ from accel.config import ExportConfig
 from accel.errors import ExportError, ValidationError
 from accel.stages.graph_comparison import _without_padding, compare, compare_with_model, differences, merged
 from accel.stages.resolution import resolve
-from accel.testing.sounds import save_sound_model
+from accel.testing.audio_models import save_sound_model
 
 TINY = {
     "vocab_size": 40,

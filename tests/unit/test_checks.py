@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from accel.artifact.tensors import TensorSpec
+from accel.artifact.tensor_specs import TensorSpec
 from accel.capture.speech_samples import longest_sound
 from accel.errors import InputError
 from accel.interfaces.session_contract import InputValueCheck, MaskCheck, ShapeCheck, read_feeds

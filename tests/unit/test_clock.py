@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from accel.tuning.subject import TimeBudget
+from accel.tuning.search_data import TimeBudget
 
 
 def test_no_limit_gives_infinite_time() -> None:

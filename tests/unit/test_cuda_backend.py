@@ -12,13 +12,13 @@ import torch
 from accel.backends import registry
 from accel.backends.plan import Selection, SelectionRequest
 from accel.backends.plan import select as select_backend
-from accel.backends.stage_plan import plan_stage
+from accel.backends.stage_backend_selection import plan_stage
 from accel.errors import ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda.backend import CudaBackend
-from accel_plugins.cuda.forms.masks import MaskContent, MaskPlan, mask_content, plan_for
 from accel_plugins.cuda.forms.packing import FIRST, INDEX, OFFSETS, POSITIONS, STARTS, PackingInputs, packed_rows
+from accel_plugins.cuda.forms.padding_variants import MaskContent, MaskPlan, mask_content, plan_for
 from accel_plugins.cuda.options import read_options
 from accel_plugins.ortkit.runtime.nvidia import NvidiaFacts, judge, visible
 

@@ -17,7 +17,7 @@ from accel.artifact.home_folder import accel_home
 from accel.backends import registry
 from accel.backends.plan import Plan, RunPreferences, make_plan
 from accel.backends.sessions import OpenSessions, open_plan
-from accel.capture.graph_forms import FastPath, FastPathVerifier
+from accel.capture.fast_path_verification import FastPath, FastPathVerifier
 from accel.config import SessionOptions
 from accel.interfaces.protocols import OpenRequest
 from accel.interfaces.specs import DeviceSpec
@@ -69,7 +69,7 @@ def test_tolerance_depends_on_the_compute_dtype(
 
 
 def test_wrong_form_is_named_in_a_warning(artifact: Artifact, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.fast_path_verification"):
         assert not checks_of(artifact, run="wrong").check(PACKED, Counted(0.4), Counted()).passed
         assert "'packed'" in caplog.text
         assert "0.4" in caplog.text
@@ -124,7 +124,7 @@ def test_wrong_bucket_is_not_used(
     monkeypatch.setenv("ACCEL_HOME", str(accel_home() / "wrong-bucket"))
     monkeypatch.setattr(backend, "open", open_wrong)
     session = open_plan(make_plan(artifact, RunPreferences(options=SessionOptions(buckets=(8,))))).sessions["model"]
-    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.fast_path_verification"):
         assert (session.run(feeds)["logits"] - expected).abs().max() < 1e-5
     assert "'bucket of 8'" in caplog.text
     monkeypatch.setattr(backend, "open", open_right)
@@ -147,7 +147,7 @@ def test_wrong_padding_multiples_are_not_used(
 
     monkeypatch.setattr(session._plain, "run", run)
     feeds = {spec.name: torch.ones(2, 5, dtype=torch.int64) for spec in artifact.components[0].inputs}
-    with caplog.at_level(logging.WARNING, logger="accel.capture.graph_forms"):
+    with caplog.at_level(logging.WARNING, logger="accel.capture.fast_path_verification"):
         assert (session.run(feeds)["logits"] - plain.run(feeds)["logits"]).abs().max() < 1e-5
     assert "'multiples of 8'" in caplog.text
 

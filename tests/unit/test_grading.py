@@ -25,7 +25,7 @@ from accel.tuning import jobs
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.grader import AccuracyGrader
 from accel.tuning.jobs import Accuracy
-from accel.tuning.subject import SearchSubject, TriedCandidate
+from accel.tuning.search_data import SearchSubject, TriedCandidate
 
 DATA = EvaluationData(data=[{"text": "a", "label": 0}])
 LOAD = WorkloadSettings(batch=(4, 1), sequence=(8,), texts=None, max_length=None, threads=1, seed=0)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from accel.data.batches import for_graph
-from accel.data.defaults import with_defaults
+from accel.data.input_defaults import with_defaults
 from accel.errors import InputError
 from accel.models.inputs import InputConverter
 

@@ -17,7 +17,7 @@ from accel.measuring.statistics import summarize
 from accel.tuning.candidates import Candidate, Recipe
 from accel.tuning.jobs import Accuracy, ArtifactFacts
 from accel.tuning.objective import CandidateComparison
-from accel.tuning.subject import BuiltArtifact, Measurement, TriedCandidate
+from accel.tuning.search_data import BuiltArtifact, Measurement, TriedCandidate
 from accel.tuning.trials import Constraints, Goal
 
 

@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from accel.upstream.library_output import quiet
+from accel.upstream.output_silencing import quiet
 
 
 def say(text: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from accel.capture import mapped_memory as pages
+from accel.capture import mapped_memory_release as pages
 from accel.capture import release_pages
-from accel_plugins.ortkit.export.writing import release_when_written
+from accel_plugins.ortkit.export.lazy_weights import release_when_written
 from tests.memory_pages import TELLS, resident
 
 pytestmark = pytest.mark.skipif(not TELLS, reason="this system does not report which memory pages are resident")

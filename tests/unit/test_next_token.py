@@ -20,7 +20,7 @@ from accel.decoding.host_threads import one_thread, use_one_thread
 from accel.decoding.next_token import NextTokenSelector, RowTokenSelector
 from accel.decoding.stop_text import TextPieces
 from accel.deploying.triton.served import text_decoder
-from accel.testing.generators import tiny_generator
+from accel.testing.generative_models import tiny_generator
 
 IDS = torch.zeros((1, 1), dtype=torch.int64)
 

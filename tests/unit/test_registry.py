@@ -15,7 +15,7 @@ import torch
 from accel.artifact import Artifact
 from accel.artifact.resolved_model import ResolvedModel
 from accel.backends import doctor, plan, registry
-from accel.backends.stage_plan import plan_stage
+from accel.backends.stage_backend_selection import plan_stage
 from accel.config import PrepareConfig
 from accel.errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError
 from accel.interfaces.entry_points import group_of

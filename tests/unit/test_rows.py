@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel.errors import InputError
-from accel_plugins.cuda.forms.rows import MaskColumns
+from accel_plugins.cuda.forms.unpadded_rows import MaskColumns
 
 
 def mask_of(*rows: str) -> torch.Tensor:

@@ -23,7 +23,7 @@ from accel.tasks.audio_frame_classification import FramePredictor
 from accel.tasks.audio_xvector import SpeakerSimilarityPredictor
 from accel.tasks.ctc import TranscriptPredictor
 from accel.tasks.text_ranking import RankingPredictor
-from accel.testing.sounds import RATE, tiny_sound
+from accel.testing.audio_models import RATE, tiny_sound
 
 WAVE = tiny_sound(0.5)
 

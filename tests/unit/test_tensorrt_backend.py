@@ -22,7 +22,7 @@ import torch
 from accel.artifact import Artifact, Component, Manifest, TensorSpec
 from accel.backends import registry
 from accel.backends.plan import SelectionRequest, select
-from accel.backends.stage_plan import plan_stage
+from accel.backends.stage_backend_selection import plan_stage
 from accel.config import ExportConfig, SessionOptions
 from accel.errors import (
     BackendUnavailableError,

@@ -22,7 +22,7 @@ _MODULE_OF = {
     "get_device_for_provider": "providers",
     "get_provider_for_device": "providers",
     "OptimizationConfig": "optimization",
-    "ORTConfig": "records",
+    "ORTConfig": "ort_config",
     "ORTDecoderForSeq2Seq": "graph_parts",
     "ORTEncoder": "graph_parts",
     "ORTModel": "models",

@@ -391,7 +391,7 @@ def pipeline(
     `accelerator` selects ONNX Runtime (`"ort"`) or OpenVINO (`"ov"`) if `model` is a Hub id or a folder. The function ignores unknown
     arguments and logs a warning.
     """
-    from ...models.arguments import read_arguments
+    from ...models.loading_arguments import read_arguments
     from ...models.pipelines.pipeline import has_several_classes, pipeline_class, usual_model
     from ...models.pipelines.pipeline import pipeline as ours
     from ...models.pipelines.pipeline_arguments import loading_arguments, unknown_arguments

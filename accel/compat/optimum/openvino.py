@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from ...artifact.writing import scratch
+from ...artifact.atomic_folder_writing import scratch
 from ...config import QuantizeConfig, SessionOptions
 from ...errors import ConfigError, QuantizeError, did_you_mean
-from ...models.arguments import session_options_of
+from ...models.loading_arguments import session_options_of
 from ...stages.quantize import quantize
 from ...tuning.quantize_within_budget import quantize as quantize_with_data
 from .calibration import batches_of, calibration_rows, only_inputs
+from .ort_config import SavedSettings
 from .output_folders import without_mark
-from .predefined import OTHERS, PREDEFINED, predefined_rows
-from .records import SavedSettings
+from .predefined_datasets import OTHERS, PREDEFINED, predefined_rows
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from ...artifact.atomic_folder_writing import scratch
 from ...artifact.processor_loading import open_companion
-from ...artifact.writing import scratch
 from ...config import OptimizeConfig
 from ...errors import ConfigError, did_you_mean
 from ...stages.optimize import optimize
+from .ort_config import ORTConfig
 from .output_folders import nodes_of, place, source_of
-from .records import ORTConfig
 
 logger = logging.getLogger(__name__)
 

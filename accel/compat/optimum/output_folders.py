@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...artifact.atomic_folder_writing import copy_companions, copy_file, merging
 from ...artifact.manifest import MANIFEST, MARK, Artifact, Component, with_files
-from ...artifact.writing import copy_companions, copy_file, merging
 from ...errors import ConfigError, OutputFolderError
 from ...stages.resolution import resolve
 

@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
+from ...artifact.atomic_folder_writing import scratch
 from ...artifact.manifest import Artifact
-from ...artifact.writing import scratch
 from ...config import QuantizeConfig
 from ...errors import ConfigError, QuantizeError
 from ...stages.quantize import quantize
@@ -24,8 +24,8 @@ from .calibration import (
     member,
     only_inputs,
 )
+from .ort_config import ORTConfig
 from .output_folders import nodes_of, place, source_of
-from .records import ORTConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from ...artifact.checksums import STAMP
 from ...artifact.manifest import Artifact, Component
-from ...artifact.tensors import TensorSpec
+from ...artifact.tensor_specs import TensorSpec
 from ...capture import usual_sizes_in
 from ...errors import ConfigError, TaskError
 from ...interfaces.shape_profiles import Profile, shapes_text
 from ...interfaces.specs import DeviceSpec
 from ...interfaces.task_registry import load_task
 from .model_config import TYPES, model_config, tensor
-from .profiles import profile_of
+from .tensorrt_profiles import profile_of
 from .triton_config import TritonConfig
 
 Fields = dict[str, Any]

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ... import progress
+from ...artifact.atomic_folder_writing import check_output, staging
 from ...artifact.checksums import sha256
 from ...artifact.manifest import Artifact
 from ...artifact.processor_loading import open_companion
-from ...artifact.writing import check_output, staging
 from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
-from ...interfaces.row_tokens import with_row_tokens
+from ...interfaces.required_tokens import with_row_tokens
 from ...interfaces.task_registry import load_task, task_spec
 from ...stages.resolution import artifact_of
 from .graph_models import (

@@ -16,7 +16,7 @@ from .feeds import wrong_names as wrong_names
 from .step_check import StepCheck as StepCheck
 from .step_check import check_state as check_state
 from .step_check import no_state as no_state
-from .values import FiniteCheck as FiniteCheck
-from .values import InputValueCheck as InputValueCheck
-from .values import MaskCheck as MaskCheck
-from .values import check_filled as check_filled
+from .value_checks import FiniteCheck as FiniteCheck
+from .value_checks import InputValueCheck as InputValueCheck
+from .value_checks import MaskCheck as MaskCheck
+from .value_checks import check_filled as check_filled

@@ -10,7 +10,7 @@ from ...errors import InputError, SessionClosedError, did_you_mean
 if TYPE_CHECKING:
     import torch
 
-    from ...artifact.tensors import TensorSpec
+    from ...artifact.tensor_specs import TensorSpec
     from ..protocols import Feeds
 
 _REMEMBERED = 4096  # Largest number of remembered shapes, so that calls with always new lengths do not fill the memory.

@@ -24,7 +24,7 @@ from ...data.rows import DatasetRows, load_rows, take
 from ...errors import ConfigError, InputError, PluginError
 from ...interfaces.task_registry import task_spec
 from ...models.base import ORTModel
-from ...stages.adoption import weights_of
+from ...stages.foreign_folders import weights_of
 from ...stages.resolution import original, recorded_export, resolve
 from .comparison import Comparison, ScoredRows, compare
 from .metrics import Metric

@@ -23,7 +23,7 @@ from ...data.labels import label_ids, texts
 from ...data.rows import DatasetRows
 from ...errors import ConfigError, InputError
 from ...interfaces.task_registry import load_task, measured_tasks
-from ...interfaces.wrapper import unwrapped
+from ...interfaces.tracing_wrapper import unwrapped
 from ...models.base import ORTModel
 from .metrics import SYNONYMS, Metric, class_metrics, through_evaluate
 

@@ -21,7 +21,7 @@ from ...artifact.resolved_model import ResolvedModel
 from ...backends import registry
 from ...backends.machine import machine
 from ...backends.plan import RunPreferences, make_plan
-from ...backends.stage_plan import plan_stage
+from ...backends.stage_backend_selection import plan_stage
 from ...config import ExportConfig, SessionOptions, available_processors, check_number, checked_arguments
 from ...errors import AccelError, ConfigError, SessionError
 from ...interfaces.specs import WEIGHTS

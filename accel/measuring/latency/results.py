@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...artifact.atomic_folder_writing import checkpoint_weights
 from ...artifact.json_text import finite
 from ...artifact.manifest import MANIFEST, Artifact
-from ...artifact.writing import checkpoint_weights
 from ..disturbance import Disturbance
 from ..statistics import LatencySummary, SpeedupEstimate, speedup, summarize
 from .rounds import MeasuredVariant

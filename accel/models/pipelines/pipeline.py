@@ -20,13 +20,13 @@ from ...errors import ConfigError, PluginError, TaskError, did_you_mean
 from ...interfaces.task_registry import all_tasks, load_task, specs_for, task_spec, without_languages
 from ...interfaces.task_spec import TaskSpec
 from ...upstream.pipeline_internals import loads
-from ..arguments import LoadingArguments, device_name, read_arguments
 from ..base import ORTModel, model_class
+from ..loading_arguments import LoadingArguments, device_name, read_arguments
 from ..processors import companion_of, opened_processors
+from .bulk_text_classification import BulkTextClassification, classifies_windows
 from .empty_media_check import ChecksEmpty
 from .length_sorted_batches import LengthSorted
 from .pipeline_arguments import check_known_arguments, check_model, loading_arguments
-from .window_classifiers import BulkTextClassification, classifies_windows
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from transformers.pipelines.base import Pipeline
 from ...config import check_names
 from ...errors import ConfigError
 from ...upstream.pipeline_internals import reader_of_options
-from ..arguments import ARGUMENTS, EXPORT_SETTINGS, OTHER_ARGUMENTS
+from ..loading_arguments import ARGUMENTS, EXPORT_SETTINGS, OTHER_ARGUMENTS
 
 _OF_BOTH = frozenset(("use_cache", "batch_size"))
 """Arguments that both `from_pretrained` and pipeline calls have; `accel.pipeline` uses them for calls and not for loading."""

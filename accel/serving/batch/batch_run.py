@@ -17,7 +17,7 @@ from ..engine import Engine
 from ..operations import operations_of, usual_operation
 from ..worker_models import Source
 from .ledger import CompletedPart, RunLedger
-from .parts import Format, OnError, RowRequest, compute
+from .part_processing import Format, OnError, RowRequest, compute
 from .row_inputs import find_columns
 from .table_files import Part, Table, scan
 

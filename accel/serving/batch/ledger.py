@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...artifact.writing import locked_file
+from ...artifact.atomic_folder_writing import locked_file
 from ...errors import ConfigError, IntegrityError, OutputFolderError
 
 _SCHEMA = 1

@@ -20,7 +20,7 @@ from ..engine import Engine
 from ..ray.cluster import connected, replicas_of
 from .batch_run import ROWS_A_PART, UNLIMITED, BatchReport, identify, plan, work
 from .ledger import CompletedPart
-from .parts import RowRequest, compute
+from .part_processing import RowRequest, compute
 from .table_files import Part, Table, scan
 
 

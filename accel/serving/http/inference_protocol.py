@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from ..._version import __version__
-from ...artifact.tensors import TensorSpec
+from ...artifact.tensor_specs import TensorSpec
 from ..non_finite import find_non_finite, not_finite_error
 from ..operations import Operation
 from .bodies import Body, parse

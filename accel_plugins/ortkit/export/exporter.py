@@ -14,10 +14,10 @@ from accel.config import ExportConfig
 from accel.errors import ConfigError, ExportError
 
 from ..graph.editing import merge_initializers, operator_domains, read_graph, save_graphs, write_graph
-from .decoders import OrtAttention
+from .attention_operators import OrtAttention
+from .lazy_weights import release_when_written
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
-from .writing import release_when_written
 
 GRAPH = "model.onnx"
 _INLINE_LIMIT_BYTES = 1 << 30

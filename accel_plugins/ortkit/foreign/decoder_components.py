@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
+from accel.artifact.atomic_folder_writing import copy_companions, discard, is_companion, staging, tool_versions
 from accel.artifact.checksums import stamp_files
 from accel.artifact.home_folder import accel_home
 from accel.artifact.manifest import MANIFEST, Artifact, Component, Manifest, with_files
-from accel.artifact.tensors import TensorSpec
-from accel.artifact.writing import copy_companions, discard, is_companion, staging, tool_versions
+from accel.artifact.tensor_specs import TensorSpec
 from accel.errors import AccelError, ArtifactNotFoundError, IntegrityError, OutputFolderError, TaskError
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_spec import TaskSpec
 
 from ..graph.editing import operator_domains, save_graphs
 from . import graph_merge
-from .descriptions import Description
 from .file_names import several_graphs
-from .mask_bias import CAPACITY, counting_nodes, with_mask
+from .foreign_manifests import Description
+from .left_padding_bias import CAPACITY, counting_nodes, with_mask
 from .onnx_file import OnnxFile, dimensions, dtype_word, fixed_axes, given_inputs, manifest_of, read_onnx
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from accel.artifact.tensors import TensorSpec
+from accel.artifact.tensor_specs import TensorSpec
 
 from ..graph.analysis import unwrapped
 

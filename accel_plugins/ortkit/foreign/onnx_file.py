@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from accel.artifact.checksums import check_file
 from accel.artifact.manifest import MARK, Component, Manifest, Origin, Quantization, lost_manifest
-from accel.artifact.tensors import TensorSpec
+from accel.artifact.tensor_specs import TensorSpec
 from accel.errors import IntegrityError
 
 from ..graph.editing import COPY_AGAIN, read_graph, unreadable

@@ -14,8 +14,8 @@ from accel.interfaces.task_registry import task_spec
 
 from ..graph.editing import operator_domains
 from .decoder_components import adopt_decoders
-from .descriptions import describe
 from .file_names import descriptions_in, graph_files, graphs_to_fetch, one_graph, several_graphs
+from .foreign_manifests import describe
 from .graph_merge import our_name
 from .id_bounds import with_bounds
 from .onnx_file import axes_of, fixed_axes, given_inputs, manifest_of, named_specs, read_onnx

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from ..graph.analysis import Linear, Split, dims, linear, only_user, producer, reshaped_heads, split_heads, unscaled
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph, scalar
 from ..graph.rewrites import graph_rewrite
-from .padding import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
+from .padding_masks import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
 
 _SPLIT = (0, 2, 1, 3)
 

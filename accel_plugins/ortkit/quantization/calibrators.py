@@ -19,7 +19,7 @@ import torch
 from accel.artifact import Component
 from accel.config import Calibration, available_processors
 from accel.errors import QuantizeError
-from accel.interfaces.forks import kept_in_children
+from accel.interfaces.fork_safety import kept_in_children
 from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import INLINE_BYTES, in_memory, prepare_to_write, serialized

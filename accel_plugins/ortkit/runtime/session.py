@@ -15,7 +15,7 @@ import torch
 from accel.artifact import Artifact, Component, TensorSpec
 from accel.config import SessionOptions, available_processors
 from accel.errors import BackendUnavailableError, ConfigError, IntegrityError, SessionError, did_you_mean
-from accel.interfaces.forks import kept_in_children
+from accel.interfaces.fork_safety import kept_in_children
 from accel.interfaces.protocols import Feeds, Names, TokenStep
 from accel.interfaces.session import BaseSession
 from accel.interfaces.session_contract import no_state, session_closed
@@ -31,9 +31,9 @@ from ..upstream import (
     native_run,
     ort_value_as_tensor,
 )
-from .assignment import CPU, ProviderAssignment, assignment_of, check_assignment, record
+from .decoding_steps import OrtDecodingSteps
+from .provider_assignment import CPU, ProviderAssignment, assignment_of, check_assignment, record
 from .state import LENGTHS, OrtState
-from .steps import OrtDecodingSteps
 from .values import as_ort_value
 
 logger = logging.getLogger(__name__)

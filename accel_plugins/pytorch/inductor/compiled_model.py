@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from accel.capture import IntegerLinear, first_lines, pad_id
-from accel.capture.graph_forms import relative_tolerance
+from accel.capture.fast_path_verification import relative_tolerance
 from accel.config import AccelerateConfig
 from accel.errors import InputError, PrepareError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
@@ -26,9 +26,9 @@ from ..upstream import tree_flatten, tree_map_only, tree_unflatten
 from .comparison import compare, difference
 from .compilation import compiled, compiling
 from .forms import CompilationPlan, CompiledForm
+from .matmul_fusion import MatmulFusionPass, join_projections
 from .packing import TokenCounter, Tokens, attending, packable, sharing_copy, token_counter
 from .precision import HALF, computing_copy
-from .products import MatmulFusionPass, join_projections
 from .replays import MOST, ReplayCache, call_key
 from .sizes import BATCHES, BY_TOKEN, LENGTHS, MASK, CallSizes, cut, longest, padded, sizes_of, step_up
 from .static_caches import as_inputs, cache_of, copied, is_decoding, shape_of, tensors_of

@@ -14,7 +14,7 @@ from torch.fx import Graph
 from torch.nn.functional import gelu
 
 from ..upstream import scaled_product
-from .parallel_layers import side_by_side, spans_of
+from .fusible_layers import side_by_side, spans_of
 
 LARGEST = 448.0
 """Largest finite value of `torch.float8_e4m3fn`."""

@@ -47,7 +47,7 @@ class CompiledForm:
         tokens: Number of tokens that the layers compute after the padding is removed. "all" if the batch contains no
             padding; `None` if the layers also compute the padding.
         attends: Whether the attention functions of packing.py are used.
-        fuses: Whether matrix products are joined (see products.py).
+        fuses: Whether matrix products are joined (see matmul_fusion.py).
     """
 
     name: str

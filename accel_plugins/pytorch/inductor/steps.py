@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from accel.artifact import Component
 from accel.capture import CACHE_NAME, Source, first_lines
-from accel.capture.graph_forms import relative_tolerance
+from accel.capture.fast_path_verification import relative_tolerance
 from accel.interfaces.specs import DeviceSpec
 
 from ..cuda_graphs import StreamOrder, captured

@@ -11,7 +11,7 @@ from ...errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...artifact.tensors import TensorSpec
+    from ...artifact.tensor_specs import TensorSpec
     from ..protocols import Feeds
 
 _FEW = 32  # For at most this number of values, Python's min and max of a list are faster than NumPy.

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from accel.artifact import TensorSpec
-from accel.interfaces.bound_steps import BoundSteps
+from accel.interfaces.io_binding_steps import BoundSteps
 from accel.interfaces.protocols import Feeds
 from accel.interfaces.session import BaseSession
 from accel.interfaces.state import State

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..interfaces.wrapper import Tensors, Wrapper
+from ..interfaces.tracing_wrapper import Tensors, Wrapper
 from ..upstream.model_internals import shifted_right
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import gelu, linear, relu
 
 from ..upstream import activated_product, is_traceable_wrapper_subclass
 from . import float8
-from . import parallel_layers as joining
-from .parallel_layers import side_by_side, spans_of
+from . import fusible_layers as joining
+from .fusible_layers import side_by_side, spans_of
 from .precision import HALF
 from .upstream import CustomGraphPass, get_hash_for_files
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..artifact.writing import checkpoint_weights
+from ..artifact.atomic_folder_writing import checkpoint_weights
 from ..errors import ArtifactNotFoundError, TaskError
 from ..interfaces.task_registry import missing_config, task_spec
 

@@ -14,7 +14,7 @@ import torch
 from ..artifact.manifest import Origin, Quantization
 from ..interfaces.family import Axes
 from ..interfaces.task_registry import task_spec
-from ..interfaces.wrapper import Tensors, Wrapper, unwrapped
+from ..interfaces.tracing_wrapper import Tensors, Wrapper, unwrapped
 from .layer_outputs import EagerAttentionInTrace
 from .position_limits import position_bounds, rows_of_table, text_rows
 from .quantized_linears import record_of

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..interfaces.forks import at_fork
+from ..interfaces.fork_safety import at_fork
 
 _lock = threading.RLock()
 

@@ -22,7 +22,7 @@ from onnx_ir.passes import common as passes
 
 from ...ortkit.graph.analysis import made_by_name, readers, unwrapped
 from ...ortkit.graph.editing import MICROSOFT, NewNodes, insert_after, read_graph, replace_value, serialized
-from ...ortkit.optimization.padding import MASK_NAME, ROWS_NAME
+from ...ortkit.optimization.padding_masks import MASK_NAME, ROWS_NAME
 from .packing import PackingRewriter, can_pack, packed_rows
 
 FormName = Literal["general", "lengths", "full", "short", "packed"]

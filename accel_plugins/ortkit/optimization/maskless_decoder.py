@@ -21,7 +21,7 @@ from ..graph.analysis import bounds, dims, producer, shape_value
 from ..graph.editing import MICROSOFT, nodes, read_graph, scalar, serialized
 from ..runtime.state import LENGTHS as LENGTHS
 from .attention_rotary import fuse_inner_rotary
-from .padding import padding_source
+from .padding_masks import padding_source
 
 TOTAL = "accel.total"
 """Name of an input `(1,) int32` in CPU memory: in a prompt, the number of new tokens.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..interfaces.wrapper import Tensors
+from ..interfaces.tracing_wrapper import Tensors
 from .reference_cases import reference
 
 

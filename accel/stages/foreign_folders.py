@@ -11,7 +11,7 @@ from ..artifact.hub import Location
 from ..artifact.manifest import Artifact, Origin
 from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
-from ..backends.stage_plan import plan_stage
+from ..backends.stage_backend_selection import plan_stage
 from ..config import ExportConfig
 from ..errors import ArtifactNotFoundError, PluginError
 from ..interfaces.folder_reader import FolderReader
