@@ -478,7 +478,7 @@ def _check_threads(options: SessionOptions) -> None:
             raise ConfigError(
                 f"SessionOptions.{name} is {value}, but accel accepts at most {most}. This process may use "
                 f"{available_processors()} processors.",
-                fix=f"leave {name} out, or use at most {available_processors()}.",
+                fix=f"leave {name} out, or pass {available_processors()}: more threads than processors make calls slower.",
             )
 
 

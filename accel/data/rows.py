@@ -104,7 +104,7 @@ class DatasetRows:
         return self.dataset.features[self.name_of(use)]
 
     def has(self, use: str) -> bool:
-        """Return whether a column is mapped to a use of the task, such as `text` or `label`."""
+        """Return whether the data has a column for a role that the task defines, such as `text` or `label`."""
         return use in (self.sample.columns or {})
 
 

@@ -21,7 +21,8 @@ class _PipelineStopped(Exception):  # noqa: N818  # used for control flow, not a
 
 
 class _PipelineLoopMixin:
-    """Mixin that replaces a pipeline's loop over its items. Without `answers` it raises `_PipelineStopped`; with `answers` it returns them.
+    """Mixin that replaces a pipeline's loop over its items. If `answers` is not set, the mixin stops the pipeline with
+    `_PipelineStopped`, which contains the items. If `answers` is set, the mixin returns `answers`.
 
     The pipeline's `__call__` still converts its inputs and its results.
     """

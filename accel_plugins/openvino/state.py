@@ -128,7 +128,7 @@ class OpenVinoState(State):
             return None
         if "_indexer" in name:
             return 1
-        # Graphs of other tools use other names for keys and values, and have no other variables.
+        # In graphs of other tools, every variable contains keys or values, and the names of the variables are different.
         return 2 if self.component.croppable or kept_name(name).endswith((".key", ".value")) else None
 
     def _variables(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_mask_changes_logits_of_the_test_models(family: str) -> None:
     assert (logits - unmasked)[1].abs().max() > 100 * TOLERANCE
 
 
-# The repair of samples does not depend on the model family, so only BERT is tested in every test run.
+# accel changes unsuitable example inputs in the same way for every model family, so only BERT is tested in every test run.
 CARELESS = [pytest.param(name, marks=() if name == "bert" else pytest.mark.thorough) for name in TEXT_FAMILIES]
 
 

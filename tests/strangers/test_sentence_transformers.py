@@ -440,8 +440,8 @@ def test_router_is_refused_by_its_name(root: Path, version: str) -> None:
 
 
 def test_model_with_unsupported_settings_returns_hidden_states_only(root: Path, tmp_path: Path) -> None:
-    """The model returns hidden states, to which sentence-transformers applies its own modules. `encode` raises an error
-    with the reason.
+    """The model returns hidden states, to which sentence-transformers applies its own modules. The model's method
+    `encode` raises an error that names the unsupported setting.
     """
     folder = tmp_path / "folder"
     shutil.copytree(root / "6" / "cls", folder)

@@ -581,7 +581,7 @@ def test_graphs_that_count_tokens_over_the_batch_require_equal_counts(
     loaded = with_row_tokens(Artifact.load(Artifact.create(artifact.path, manifest).path))
     ids = loaded.components[0].inputs[0]
     assert (ids.name, ids.required, ids.equal_counts) == ("input_ids", token, True)
-    # This version of accel exports graphs that compute each row independently.
+    # Change the artifact to one of a current export, whose graph computes each row independently.
     component = replace(component, inputs=(replace(ids, equal_counts=False),))
     again = with_row_tokens(
         Artifact.load(Artifact.create(artifact.path, replace(manifest, components=(component,))).path)
