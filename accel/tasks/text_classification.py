@@ -369,7 +369,8 @@ class RankingOperation(Operation):
 
         if options.get("top_k") is not None:
             raise InputError(
-                f"top_k={options['top_k']} is not supported: for rows of a data set, accel writes the scores of all documents.",
+                f"top_k={options['top_k']} is not supported for the rows of a data set, because accel writes one score for each "
+                "document of a row, in the order of the documents.",
                 fix="leave top_k out.",
             )
         return {"scores": pa.list_(pa.float64())}

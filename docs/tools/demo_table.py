@@ -34,14 +34,14 @@ _TIMES = ("median_ms", "p5_ms", "p95_ms", "speedup", "speedup_low", "speedup_hig
 
 
 def machine() -> str:
-    """Return the processor, the number of processors, the load and the versions in one line."""
+    """Return a sentence about the processor cores and the load of this computer, and the versions of the libraries."""
     name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
         flags = next(line for line in lines if line.startswith("flags"))
         instruction_sets = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8")
-        name += " with " + ", ".join(flag for flag in instruction_sets if f" {flag} " in f"{flags} ")
+        name += "; instruction sets " + ", ".join(flag for flag in instruction_sets if f" {flag} " in f"{flags} ")
     except (OSError, StopIteration):
         pass
     versions = []
@@ -50,8 +50,9 @@ def machine() -> str:
             versions.append(f"{library} {metadata.version(library)}")
         except metadata.PackageNotFoundError:
             continue
-    load = f"; load average {os.getloadavg()[0]:.1f} before the run" if hasattr(os, "getloadavg") else ""
-    return f"{available_processors()} processors of {name}{load}; Python {platform.python_version()}, {', '.join(versions)}"
+    load = f" The load average before the run was {os.getloadavg()[0]:.1f}." if hasattr(os, "getloadavg") else ""
+    computer = f"a computer with {available_processors()} processor cores ({name}).{load}"
+    return f"{computer} Versions: Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def run() -> dict[str, Any]:

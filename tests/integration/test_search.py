@@ -154,7 +154,7 @@ class TestBudget:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
-        # Report an accuracy loss for every quantized graph that exceeds every budget.
+        # Report an accuracy loss above every budget for every quantized graph.
         real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, purpose: str = "") -> Any:

@@ -29,7 +29,7 @@ def test_bootstrap_of_a_mean_agrees_with_the_normal_interval() -> None:
 
 
 def _rounds(generator: np.random.Generator, drift: np.ndarray, scale: float) -> list[list[float]]:
-    """Return the rounds of one workload. Each round is the median of 20 calls."""
+    """Return simulated measurements of one workload: for each round, the median time of 20 calls."""
     return [[float(np.median(scale * d * generator.lognormal(0, 0.05, 20))) for d in drift]]
 
 

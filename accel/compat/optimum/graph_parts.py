@@ -110,7 +110,8 @@ class ORTPart:
     Args:
         model: The model that contains the graph.
         name: Name of the graph's component in the artifact.
-        reads: Parts of the original model whose file may contain this graph. The first part that exists is used.
+        reads: Names of graphs in the other tool's folder (`encoder`, `decoder`, ...) that `path` may return. It returns the path of
+            the first graph that exists.
     """
 
     def __init__(self, model: OptimumModelMixin, name: str, reads: tuple[Part, ...] = ()) -> None:

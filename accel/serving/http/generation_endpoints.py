@@ -359,7 +359,7 @@ class _Stream(StreamingResponse):
         self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then release the rows."""
+        """Send the events, then release the rows of the running batch that the request uses."""
         try:
             await super().__call__(scope, receive, send)
         finally:

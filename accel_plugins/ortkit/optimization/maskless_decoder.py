@@ -180,8 +180,8 @@ def _seen_by(node: ir.Node, mask: ir.Value, name: str) -> _VisibleKeys:
         visible = _read(choice.inputs[0], mask)
     if visible is None or not (visible.causal and visible.padding):
         raise MaskRemovalError(
-            f"The attention node {node.name} of {name} has a bias that is more than causal order, padding and a sliding window; "
-            "ONNX Runtime's CUDA kernel of GroupQueryAttention does not support a bias.",
+            f"The attention node {node.name} of {name} has a bias that does not only hide later tokens, padding, or tokens "
+            "outside of a sliding window. ONNX Runtime's CUDA kernel of GroupQueryAttention does not support a bias.",
             fix=_FIX,
         )
     return visible
