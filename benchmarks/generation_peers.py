@@ -36,7 +36,8 @@ from typing import Any
 Timed = tuple[float, list[float]]
 """Seconds until the first token, and the seconds between the following tokens."""
 
-# The 4-bit weights of accel and onnxruntime-genai are symmetric, except in the row with zero points.
+# The 4-bit weights of onnxruntime-genai and of accel on ONNX Runtime are symmetric, except in the row with zero points. Those of
+# accel on OpenVINO have zero points.
 ROWS: dict[str, dict[str, Any]] = {
     "PyTorch float32": {"side": "pytorch"},
     "accel cpu int4": {"side": "ours", "backend": "cpu", "scheme": "weight-int4"},

@@ -230,7 +230,8 @@ def make_plan(
     Raises:
         UnknownBackendError: A named backend does not exist.
         ConfigError: Export settings are passed for an exported graph; the backend does not support an option; a
-            manifest sets an option that it must not set; or there are more threads than the machine supports.
+            manifest sets an option that it must not set; or there are more than 1,024 threads and more than one for
+            each processor.
         InputError: The model is a module in memory.
     """
     settings, config = settings or RunPreferences(), config or ExportConfig()

@@ -212,7 +212,7 @@ def apart(
 
     Args:
         company: The batch and its rows.
-        found: Function from inputs to the outputs to test.
+        answer: Function from inputs to the outputs to test.
         expected: Function from a row to its expected outputs, or `None` for PyTorch's outputs for the row alone.
         from_batch: Compare rows of the batch, and not rows alone, with the expected outputs.
     """

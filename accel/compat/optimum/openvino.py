@@ -201,7 +201,7 @@ class OVQuantizationConfig(_Settings):
 
     Attributes:
         bits: Number of bits. Only 8 is supported.
-        sym: Ignored, because the target processor determines whether activations are symmetric.
+        sym: Ignored: weights are symmetric, and activations may be asymmetric (the preset `mixed` of NNCF).
         ignored_scope: Nodes that are not quantized: `{"names": [...], "patterns": [...]}`.
         num_samples: Largest number of calibration rows. `None` means 300.
         model_type: Type of the model. accel ignores the value.

@@ -168,8 +168,8 @@ class CompiledModel:
 
         Args:
             call: The inputs by name.
-            key: Key of the call, from `call_key`, so that later calls with this key replay the same CUDA graph. With
-                `None`, the graph is not stored.
+            key: Key of the call, from `call_key`, so that later calls with this key replay the CUDA graph without a search.
+                With `None`, each call looks for the CUDA graph of its input shapes.
         """
         plan = self._plan(call)
         have = plan.have
