@@ -367,7 +367,7 @@ def _chosen(model: torch.nn.Module, config: QatConfig) -> dict[str, torch.nn.Lin
         raise PrepareError(
             "The model has no torch.nn.Linear layer that accel can quantize, or exclude=... matches all of these layers."
             + (
-                f" {others[0]} and {len(others) - 1} other layers have the class Conv1D, which is not supported."
+                f" {len(others)} layers, such as {others[0]}, have the class Conv1D, which is not supported."
                 if others
                 else ""
             ),

@@ -1,5 +1,5 @@
-"""Tests of the examples in the READMEs of Optimum and optimum-intel, with tiny models. Only the import lines are
-changed.
+"""Tests of the examples in the READMEs of Optimum and optimum-intel, with tiny models. The tests change the import
+lines, and replace data sets, prompts and model names that are not on this machine.
 """
 
 from __future__ import annotations
