@@ -86,11 +86,6 @@ def logits(artifact: Artifact, feeds: Mapping[str, torch.Tensor], **how: Any) ->
     return values
 
 
-# The tests below compare outputs with PyTorch. They use one model for each kind of position embedding and of attention,
-# because other families differ only in their layers.
-USUAL = ("bert", "vit")
-
-
 @pytest.mark.thorough
 def test_outputs_of_fully_masked_tokens_equal_pytorch(tmp_path: Path) -> None:
     """Outputs equal PyTorch's if the attention mask covers CLIP's end-of-text token and all tokens before it. PyTorch's

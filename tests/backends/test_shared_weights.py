@@ -34,7 +34,7 @@ GPU_SCHEMES: dict[str, dict[str, Any]] = {
     "static-int8 for GPUs": {"scheme": "static-int8", "backend": "tensorrt"},
     "static-fp8 for GPUs": {"scheme": "static-fp8", "backend": "tensorrt"},
 }
-# Weights have at least this number of values. Smaller tensors are scales and biases, which are stored in the graph.
+# Weights have at least this number of bytes. Smaller tensors are scales and biases, which are stored in the graph.
 LARGE = 256
 
 

@@ -367,7 +367,9 @@ def _sets(case: Case, *settings: str) -> bool:
 
 
 def _has_parts(task: str) -> bool:
-    """Return whether a task splits its models into several graphs."""
+    """Return whether the class of a task splits its models into several graphs (`Task.parts`). `_PARTS` lists the other
+    tasks with several graphs.
+    """
     return type(load_task(task)).parts is not Task.parts
 
 
