@@ -79,7 +79,7 @@ def test_mask_changes_logits_of_the_test_models(family: str) -> None:
     assert (logits - unmasked)[1].abs().max() > 100 * TOLERANCE
 
 
-# accel changes unsuitable example inputs in the same way for every model family, so only BERT is tested in every test run.
+# accel changes unsuitable example inputs in the same way for all model families. So the usual test run tests only BERT.
 CARELESS = [pytest.param(name, marks=() if name == "bert" else pytest.mark.thorough) for name in TEXT_FAMILIES]
 
 

@@ -154,7 +154,7 @@ class TestBudget:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         only(monkeypatch, "dynamic-int8", "static-int8")
-        # Report an accuracy loss above every budget for every quantized graph.
+        # Report for each quantized graph that it loses more accuracy than the budget allows.
         real = EvaluationSet.measure
 
         def measure(self: Any, model: Any, purpose: str = "") -> Any:
