@@ -62,18 +62,18 @@ def _weights_problem(folder: Path, error: Exception) -> tuple[str, str] | None:
             "download the missing weights, or copy them into the folder.",
         )
     if any(isinstance(each, safetensors.SafetensorError) for each in errors):
-        return f"{_damaged(folder, 'safetensors')} is damaged ({text}).", _DAMAGED
+        return f"{_damaged(folder, '.safetensors')} is damaged ({text}).", _DAMAGED
     if any(isinstance(each, pickle.UnpicklingError) for each in errors):
         objects = re.search(r"(?:GLOBAL|[Cc]lass) ([\w.]+)", " ".join(map(str, errors[1:])) or text)
         if objects is None:
-            return f"{_damaged(folder, 'bin')} is damaged or is not a file of torch.save.", _DAMAGED
+            return f"{_damaged(folder, '.bin')} is damaged or is not a file of torch.save.", _DAMAGED
         return (
             f"{_pickled(folder)} contains a Python object ({objects.group(1)}) that torch does not load, because it could run code.",
             "use a version of the model with safetensors files, or convert the weights to safetensors on a machine where you "
             "may run this code.",
         )
     if "PytorchStreamReader" in text or any(isinstance(each, EOFError) for each in errors):
-        return f"{_damaged(folder, 'bin')} is damaged.", _DAMAGED
+        return f"{_damaged(folder, '.bin')} is damaged.", _DAMAGED
     if "ignore_mismatched_sizes" in text:
         return (
             "the weights do not have the shapes that config.json requires.",
@@ -103,18 +103,19 @@ def _missing_shards(folder: Path) -> list[str]:
     return []
 
 
-def _damaged(folder: Path, kind: str) -> str:
-    """Return the name of the first damaged weight file of a kind, or a description if no file is clearly damaged."""
-    for path in checkpoint_weights(folder):
-        if path.suffix == ".bin" == f".{kind}" and not zipfile.is_zipfile(path):
-            return path.name
-        if path.suffix == ".safetensors" == f".{kind}":
-            try:
-                with safetensors.safe_open(path, framework="pt"):
-                    pass
-            except (safetensors.SafetensorError, OSError):
-                return path.name
-    return f"a .{kind} file"
+def _damaged(folder: Path, suffix: str) -> str:
+    """Return the name of the first damaged weight file with a suffix, or a description if no file is clearly damaged."""
+    is_complete = zipfile.is_zipfile if suffix == ".bin" else _opens_as_safetensors
+    files = (path for path in checkpoint_weights(folder) if path.suffix == suffix)
+    return next((path.name for path in files if not is_complete(path)), f"a {suffix} file")
+
+
+def _opens_as_safetensors(path: Path) -> bool:
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            return True
+    except (safetensors.SafetensorError, OSError):
+        return False
 
 
 def _pickled(folder: Path) -> str:
