@@ -221,10 +221,10 @@ def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.
     """
     results = [tensor for part in cases.values() for case in part for tensor in case.expected.values()]
     if any(tensor.is_floating_point() and tensor.isnan().any() for tensor in results):
-        weights = {**dict(source.model.named_parameters()), **dict(source.model.named_buffers())}
-        broken = [
-            name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()
-        ]
+        weights, buffers = source.model.named_parameters(), source.model.named_buffers()
+        broken = [name for name, weight in weights if weight.is_floating_point() and not weight.isfinite().all()]
+        # Buffers may be infinite: masks contain -inf.
+        broken += [name for name, buffer in buffers if buffer.is_floating_point() and buffer.isnan().any()]
         if broken:
             raise ExportError(
                 f"The PyTorch model computes NaN, because {len(broken)} of its weights contain NaN or infinite values: "
