@@ -1,9 +1,9 @@
 """Checks of faster ways to compute a graph, on the user's device, before they are used for the first time.
 
-A form (`FastPath`) is another way to compute the same graph: without padding, with lengths instead of a mask, or padded to a bucket. A form may be
-correct for one model, kernel or device and wrong for another. So accel compares each form with the plain form of the same graph. The
-comparison uses a shape for which the form is used, and rows of different lengths. If the results differ, accel disables the form and
-logs a warning. The verdict is cached by artifact, device and package versions, so accel compares each form (two runs) only once.
+A form (`FastPath`) is another way to compute the same graph: without padding, with lengths instead of a mask, or padded to a bucket. A
+form may be correct for one model, kernel or device and wrong for another. So accel compares each form with the plain form of the same
+graph. The comparison uses a shape for which the form is used, and rows of different lengths. If the results differ, accel disables the
+form and logs a warning. The verdict is cached by artifact, device and package versions, so accel compares each form (two runs) only once.
 
 A session with forms calls `FastPathVerifier.check` before it uses a form. `accel validate` calls `check_forms` to compare all forms.
 """
