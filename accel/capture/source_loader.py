@@ -30,7 +30,7 @@ from ..interfaces.tracing_wrapper import Wrapper, unwrapped
 from ..upstream.auto_models import classes_for
 from ..upstream.model_internals import without_mixed_precision
 from ..upstream.output_silencing import quiet
-from .adapter_embeddings import adapter_shapes, fit_embeddings
+from .adapter_token_embeddings import adapter_shapes, fit_embeddings
 from .end_token_classifiers import answering_by_row
 from .export_source import Source
 from .global_state_lock import one_thread_at_a_time

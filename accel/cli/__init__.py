@@ -7,7 +7,7 @@ is a function in the module of its group. Shared options are in `options`, and s
 # isort: off
 # `accel --help` lists the commands in the order of these imports, which is the order in which a user needs them, and then the
 # groups of commands.
-from . import deploy, artifacts, machine_commands, measure, generate_command, batch_command, serve  # noqa: F401
+from . import deploy, artifacts, machine_commands, measurement_commands, generate_command, batch_command, serve  # noqa: F401
 # isort: on
 
 from .application import app, main

@@ -18,7 +18,7 @@ import typer
 from typer.models import OptionInfo
 
 from .._version import __version__
-from ..artifact.json_text import json_text
+from ..artifact.json_writing import json_text
 from ..errors import AccelError, ConfigError
 from ..upstream.output_silencing import hush_imports
 from . import options

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..artifact.atomic_folder_writing import check_output, staging
 from ..artifact.hub import HubOptions, as_folder
-from ..artifact.json_text import json_text
+from ..artifact.json_writing import json_text
 from ..artifact.manifest import Artifact
 from ..backends import registry
 from ..config import check_number

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..artifact.atomic_folder_writing import check_output, staging
-from ..artifact.json_text import finite
+from ..artifact.json_writing import finite
 from ..artifact.manifest import Artifact
 from ..backends import registry
 from ..backends.plan import make_plan

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from ..artifact.json_text import finite
+from ..artifact.json_writing import finite
 from ..artifact.manifest import Artifact
 from ..config import available_processors
 from ..errors import BudgetError, ConfigError, did_you_mean

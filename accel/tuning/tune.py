@@ -12,7 +12,7 @@ from typing import Any
 
 from ..artifact.atomic_folder_writing import check_output, staging, tool_versions
 from ..artifact.hub import HubOptions, as_folder
-from ..artifact.json_text import finite, json_text
+from ..artifact.json_writing import finite, json_text
 from ..artifact.manifest import Artifact, FastestRunSettings
 from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry

@@ -26,10 +26,10 @@ from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_g
 from accel_plugins.ortkit.quantization import layers, presets
 from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
 from accel_plugins.ortkit.quantization.integer import IntegerRewriter, activation_scale
+from accel_plugins.ortkit.quantization.integer_weights import quantize_int8
 from accel_plugins.ortkit.quantization.layers import find_layers
 from accel_plugins.ortkit.quantization.presets import PRESETS, choose_preset
 from accel_plugins.ortkit.quantization.weight_only import pack, quantize_blocks
-from accel_plugins.ortkit.quantization.weights import quantize_int8
 
 Get = Callable[..., Artifact]
 Batches = list[dict[str, torch.Tensor]]

@@ -295,7 +295,7 @@ def test_binary_tensors_with_nan_are_refused(client: TestClient) -> None:
 
 
 def test_reports_write_null_for_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    from accel.artifact.json_text import json_text
+    from accel.artifact.json_writing import json_text
     from accel.cli.application import emit
 
     values = {"drop": math.nan, "interval": (1.5, math.inf), "rows": [{"x": 2}]}

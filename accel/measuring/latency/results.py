@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...artifact.atomic_folder_writing import checkpoint_weights
-from ...artifact.json_text import finite
+from ...artifact.json_writing import finite
 from ...artifact.manifest import MANIFEST, Artifact
 from ..disturbance import Disturbance
 from ..statistics import LatencySummary, SpeedupEstimate, speedup, summarize

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ...artifact.json_text import json_text
+from ...artifact.json_writing import json_text
 from ...decoding.generation_options import GenerationOptions
 from ...errors import ConfigError, InputError, NotFiniteError, PluginError, TaskError
 from ..engine import Engine

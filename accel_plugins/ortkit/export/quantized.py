@@ -16,9 +16,9 @@ from accel.capture import BLOCK_LINEAR, INTEGER_LINEAR, OPERATOR_DOMAIN
 
 from ..graph.editing import MICROSOFT, constant, layer_name
 from ..quantization.integer import IntegerRewriter
+from ..quantization.integer_weights import Int8Weight
 from ..quantization.layers import QuantizableLayer, constant_key
 from ..quantization.weight_only import BlockConstants, add_blocks, put_blocks
-from ..quantization.weights import Int8Weight
 
 _FACTORS_APART = 8
 

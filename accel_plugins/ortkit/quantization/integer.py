@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from ..graph.analysis import only_user
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, insert_after, replace_value, root_graph
+from .integer_weights import Int8Weight, quantize_int8
 from .layers import QuantizableLayer
-from .weights import Int8Weight, quantize_int8
 
 
 class IntegerRewriter:
