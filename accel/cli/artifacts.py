@@ -316,7 +316,7 @@ def _quantized(artifact: Any) -> str:
     return "\n".join(lines)
 
 
-@subcommand(app, epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
+@subcommand(app, epilog="Example: accel convert org/model out/ --scheme weight-int4 --backend openvino")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Output folder.")] = None,
@@ -334,6 +334,12 @@ def convert(
     task: options.Task = None,
     optimize: Annotated[str, typer.Option(help="Optimization level, or `none`.")] = "O2",
     quantize: Annotated[str | None, typer.Option(help="Quantization scheme; no quantization if omitted.")] = None,
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="Write only one artifact, quantized with this scheme, for one --backend (cpu if omitted), and time nothing."
+        ),
+    ] = None,
     calibration: options.Calibration = None,
     atol: options.Atol = None,
     nb_measures: Annotated[int, typer.Option(help="Number of timed calls for each variant and shape.")] = 240,
@@ -345,6 +351,7 @@ def convert(
     """Export, optimize and quantize a model for every backend, compare and time the results with PyTorch, and write a report."""
     from ..measuring.report import text_table
     from ..tuning.conversion import convert as run
+    from ..tuning.conversion import convert_to_scheme
 
     if model is not None and out is None and model_option is not None:
         # In `accel convert -m MODEL OUT`, the only positional argument is the output folder.
@@ -354,6 +361,32 @@ def convert(
             flag = "--model" if name == "MODEL" else "--output"
             problem = f"is set by the argument and by {flag}" if argument is not None else "is missing"
             raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
+    if scheme is not None:
+        timed = [
+            flag
+            for flag, value in (
+                ("--quantize", quantize),
+                ("--batch-size", batch),
+                ("--seq-len", sequence),
+                ("--threads", threads),
+            )
+            if value
+        ]
+        if timed or len(backend or ()) > 1:
+            problem = f"{timed[0]} is set" if timed else f"--backend names {len(backend or ())} backends"
+            raise ConfigError(
+                f"--scheme writes one artifact for one backend and times nothing, but {problem}.",
+                fix="leave --scheme out to convert for several backends and to time the results, or leave the other flag out.",
+            )
+        artifact = convert_to_scheme(
+            str(model or model_option), Path(out or out_option or ""), scheme=scheme, backend=backend[0] if backend else "cpu",
+            task=task, level=None if optimize == "none" else optimize, calibration=calibration, atol=atol, revision=revision,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        return CommandResult(
+            {"path": artifact.path, "scheme": scheme, "bytes": artifact.bytes},
+            f"{artifact.path}: {scheme}, {artifact.bytes / 1e6:,.1f} MB",
+        )
     conversion = run(
         str(model or model_option), Path(out or out_option or ""), backends=backend, task=task,
         level=None if optimize == "none" else optimize, scheme=quantize, calibration=calibration,

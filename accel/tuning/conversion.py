@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_writing import json_text
 from ..artifact.manifest import Artifact
 from ..backends import registry
-from ..config import check_number
+from ..backends.stage_backend_selection import plan_stage
+from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, check_number
 from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
@@ -27,9 +29,12 @@ from ..measuring.latency.results import BenchmarkResult
 from ..measuring.latency.variants import Traffic
 from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import write_html
+from ..stages.export import export
+from ..stages.optimize import optimize
 from ..stages.resolution import original, resolve
 from .candidates import Recipe, SearchSpace
 from .jobs import CalibrationData
+from .quantize_within_budget import quantize
 from .search import Preset, Proposal, Search
 from .search_data import BuiltArtifact, SearchSubject, TimeBudget
 from .store import ResultStore
@@ -159,6 +164,78 @@ def convert(
         write_html(values, folder / "report.html", title=f"accel convert {model}")
     failed = {label: error.message.splitlines()[0] for label, error in errors.items()}
     return ConversionResult(path=target, artifacts=artifacts, benchmark=measured, failed=failed)
+
+
+def convert_to_scheme(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    scheme: str,
+    backend: str | None = None,
+    task: str | None = None,
+    level: str | None = "O2",
+    calibration: Any = None,
+    atol: float | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    trust_remote_code: bool = False,
+) -> Artifact:
+    """Export, optimize and quantize a model for one backend, and write only the quantized artifact. Nothing is timed.
+
+    The files are the same as those of the three functions `accel.export`, `accel.optimize` and `accel.quantize`. The artifacts before
+    quantization are in a temporary folder next to `out`, and each is removed as soon as the next one is written. Backends that optimize
+    a graph when they open it, such as OpenVINO, have no optimization level, so for them nothing is optimized here.
+
+    Args:
+        model: Hub id or transformers folder.
+        out: Folder to create.
+        scheme: Quantization scheme of the backend.
+        backend: The backend that exports, optimizes and quantizes; `None` for the default backend of ONNX graphs.
+        task: The task; `None` to infer it.
+        level: Optimization level, for backends that have it; `None` for no optimization.
+        calibration: Rows for schemes that need activation ranges.
+        atol: Accepted absolute difference of the export from PyTorch; `None` for a default that depends on the dtype.
+        revision, token, trust_remote_code: As in transformers.
+
+    Raises:
+        BackendUnavailableError: The backend cannot export the model, or has no such scheme.
+        ConfigError: A setting is invalid, or the backend has optimization levels and `level` is another one.
+        ExportError: The model cannot be traced or converted.
+        QuantizeError: The quantization failed, or calibration data is missing.
+        ValidationError: The outputs of the export or of the optimized graph differ by more than the tolerance.
+    """
+    target = check_output(out, as_folder(model))
+    exporter = plan_stage("export", None, backend)
+    format = str(exporter.capability.produces)
+    quantizer = plan_stage("quantize", format, backend, scheme=scheme)
+    levels = quantizer.backend.capability("optimize", format)
+    if level is not None and levels is not None and level not in levels.schemes:
+        raise ConfigError(
+            f"The backend {quantizer.backend.name!r} has no optimization level {level!r}.",
+            fix=f"use one of {', '.join(levels.schemes)}, or `none`.",
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".accel-convert-", dir=target.parent) as temporary:
+        artifact = export(
+            model, Path(temporary, "export"), task=task, backend=exporter.backend.name, config=ExportConfig(atol=atol),
+            revision=revision, token=token, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        if level is not None and levels is not None and artifact.manifest.quantization is None:
+            optimized = optimize(
+                artifact,
+                Path(temporary, "optimized"),
+                backend=quantizer.backend.name,
+                config=OptimizeConfig(level=level),
+            )
+            shutil.rmtree(artifact.path)
+            artifact = optimized
+        return quantize(
+            artifact,
+            target,
+            calibration=calibration,
+            backend=quantizer.backend.name,
+            config=QuantizeConfig(scheme=scheme),
+        )
 
 
 def _preset(

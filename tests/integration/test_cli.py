@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+import accel
 from accel import __version__
 from accel.artifact import Artifact
 from accel.cli import app
@@ -292,6 +293,34 @@ def test_convert_writes_artifacts_and_a_report(tiny_folder: Callable[..., Path],
     assert {path.name for path in out.iterdir()} == {"onnx", "onnx-dynamic-int8", "benchmark.json", "report.html"}
     assert Artifact.load(out / "onnx-dynamic-int8").manifest.quantization is not None
     assert "mean=" in result.stdout
+
+
+def test_convert_with_scheme_writes_only_the_quantized_artifact(
+    tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, out = tiny_folder(), tmp_path / "out"
+    result = run("convert", folder, out, "--scheme", "weight-int8")
+    assert result.exit_code == 0, result.output
+    artifact = Artifact.load(out)
+    assert [step.stage for step in artifact.manifest.steps] == ["export", "optimize", "quantize"]
+    assert artifact.manifest.quantization is not None
+    assert artifact.manifest.quantization.scheme == "weight-int8"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    exported = accel.export(folder, tmp_path / "1")
+    steps = accel.quantize(accel.optimize(exported, tmp_path / "2"), tmp_path / "3", scheme="weight-int8")
+    for name in ("model.onnx", "model.onnx.data"):
+        assert (out / name).read_bytes() == (steps.path / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--quantize", "dynamic-int8"), ("-s", 7), ("--backend", "cpu", "--backend", "openvino")]
+)
+def test_convert_with_scheme_refuses_flags_that_it_does_not_use(
+    flags: tuple[object, ...], tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    result = run("convert", tiny_folder(), tmp_path / "out", "--scheme", "weight-int8", *flags)
+    assert result.exit_code == 2
+    assert "--scheme writes one artifact for one backend" in result.stderr
 
 
 def test_convert_refuses_unknown_options(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
