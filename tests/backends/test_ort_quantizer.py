@@ -23,7 +23,7 @@ from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.testing.models import VOCABULARY
 from accel_plugins.ortkit.graph.editing import add_initializer, constant, load_graph, save_graph
-from accel_plugins.ortkit.quantization import layers, presets
+from accel_plugins.ortkit.quantization import layers, presets, weight_only
 from accel_plugins.ortkit.quantization.calibrators import Calibrator, entropy_range, percentile_range
 from accel_plugins.ortkit.quantization.integer import IntegerRewriter, activation_scale
 from accel_plugins.ortkit.quantization.integer_weights import quantize_int8
@@ -427,6 +427,52 @@ def test_non_finite_weights_are_refused(
     with pytest.raises(QuantizeError, match="infinite or NaN values"):
         make(parent, tmp_path / "out", scheme=scheme)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_blocks_do_not_depend_on_threads(
+    bits: int, symmetric: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The weight has several parts, and its last block is incomplete.
+    monkeypatch.setattr(weight_only, "_TOGETHER", 2**12)
+    weight = np.random.default_rng(0).standard_normal((100, 333)).astype(np.float32)
+    if transposed:
+        weight = np.ascontiguousarray(weight.T).T
+    results = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        results.append(quantize_blocks(weight, bits=bits, block_size=32, symmetric=symmetric))
+    for field in ("packed", "scales", "zero_points"):
+        np.testing.assert_array_equal(*(getattr(result, field) for result in results))
+    # The largest error is half a step, except for clipped values: up to 9 steps are clipped to 7 for symmetric 4-bit
+    # blocks, and 128 steps to 127 for 8 bits. The fit of the scale adds a little.
+    most = (2.2 if bits == 4 else 1.01) if symmetric else 0.51
+    error = np.abs(results[0].dequantized(100) - weight).T
+    steps = np.repeat(results[0].scales, 32, axis=1)[:, :100]
+    assert (error <= np.abs(steps) * most).all()
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_symmetric_blocks_have_error_of_reference(block_size: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((300, 200)).astype(np.float32)
+    expected = 0.0
+    for column in np.pad(weight, ((0, -300 % block_size), (0, 0))).T.astype(np.float64):
+        for block in column.reshape(-1, block_size):
+            extreme = block[np.abs(block).argmax()]
+            errors = []
+            for steps in np.linspace(7, 9, 9):
+                values = np.clip(np.rint(block / extreme * -steps), -8, 7)
+                scale = (values @ block) / (values @ values)
+                # The fitted scale can round other values to the nearest step, which reduces the error.
+                errors.append((((values * scale - block) ** 2).sum(), scale))
+            scale = min(errors)[1]
+            expected += ((np.clip(np.rint(block / scale), -8, 7) * scale - block) ** 2).sum()
+    quantized = quantize_blocks(weight, bits=4, block_size=block_size, symmetric=True)
+    error = ((quantized.dequantized(300).astype(np.float64) - weight) ** 2).sum()
+    # The reference uses float64, so a few ties differ.
+    assert error == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("block_size", [32, 128])

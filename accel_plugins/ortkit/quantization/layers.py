@@ -56,7 +56,7 @@ class QuantizableLayer:
         """
         array = _matrix(self.node.inputs[1])
         assert array is not None
-        if not np.isfinite(array).all():
+        if not _is_finite(array):
             raise QuantizeError(
                 f"The weight of the layer {self.name} contains infinite or NaN values, which cannot be quantized.",
                 fix=f"use a model without such weights, or exclude the layer: exclude=({self.name!r},).",
@@ -64,7 +64,9 @@ class QuantizableLayer:
         if self.node.op_type == "Gemm":
             if self.node.attributes.get_int("transB", 0):
                 array = array.T
-            array = array * np.array(self.node.attributes.get_float("alpha", 1.0), array.dtype)
+            alpha = self.node.attributes.get_float("alpha", 1.0)
+            if alpha != 1:
+                array = array * np.array(alpha, array.dtype)
         return array
 
 
@@ -115,6 +117,13 @@ def _matrix(value: ir.Value | None) -> np.ndarray | None:
     source = constant(transpose.inputs[0])
     flipped = list(transpose.attributes.get_ints("perm", [1, 0])) == [1, 0]
     return source.T if source is not None and source.ndim == 2 and flipped else None
+
+
+def _is_finite(matrix: np.ndarray) -> bool:
+    """Return whether all numbers are finite; parts are checked one after another, which needs little memory."""
+    rows = matrix.T if matrix.flags.f_contiguous else matrix
+    count = max(2**16 // max(rows.shape[1], 1), 1)
+    return all(np.isfinite(rows[start : start + count]).all() for start in range(0, len(rows), count))
 
 
 def split_excluded(
