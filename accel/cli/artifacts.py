@@ -316,7 +316,7 @@ def _quantized(artifact: Any) -> str:
     return "\n".join(lines)
 
 
-@subcommand(app, epilog="Example: accel convert org/model out/ --scheme weight-int4 --backend openvino")
+@subcommand(app, epilog="Example: accel convert org/model out/ --scheme weight-int4 --backend cpu")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Output folder.")] = None,

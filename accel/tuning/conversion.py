@@ -183,8 +183,8 @@ def convert_to_scheme(
     """Export, optimize and quantize a model for one backend, and write only the quantized artifact. Nothing is timed.
 
     The files are the same as those of the three functions `accel.export`, `accel.optimize` and `accel.quantize`. The artifacts before
-    quantization are in a temporary folder next to `out`, and each is removed as soon as the next one is written. Backends that optimize
-    a graph when they open it, such as OpenVINO, have no optimization level, so for them nothing is optimized here.
+    quantization are in a temporary folder next to `out`, and each is removed as soon as the next one is written. Some
+    backends optimize a graph when they open it and have no optimization levels, so for them nothing is optimized here.
 
     Args:
         model: Hub id or transformers folder.
@@ -225,7 +225,7 @@ def convert_to_scheme(
                 artifact,
                 Path(temporary, "optimized"),
                 backend=quantizer.backend.name,
-                config=OptimizeConfig(level=level),
+                config=OptimizeConfig.merged(None, {"level": level}),
             )
             shutil.rmtree(artifact.path)
             artifact = optimized
