@@ -23,11 +23,10 @@ _INT8_ACCUMULATION = 4
 _EXTREMES = np.linspace(7, 9, 9)
 # Scales below this number are close to the smallest normal float32 number, so blocks with such scales are rounded to 0.
 _LEAST = np.float32(1e-37)
-# Number of weights that each thread processes together. Smaller parts fit into the L2 cache, but then the threads spend
-# more time waiting for Python's lock than they save (measured: AMD EPYC, 2 cores: 2^15 took 44 ns per
-# weight, 2^18 took 10 ns).
+# Number of weights that each thread processes together. Smaller parts fit into the L2 cache, but then the threads wait
+# longer for Python's lock: on two cores, a weight takes 44 ns with parts of 2^15 weights, and 10 ns with parts of 2^18.
 _TOGETHER = 2**18
-# Limit of the number of threads. Each thread has buffers of about 2.5 MB.
+# Largest number of threads. Each thread has buffers of about 2.5 MB.
 _MOST_THREADS = 16
 
 
@@ -77,12 +76,12 @@ def quantize_blocks(
 
     `rtn` uses as many cores as PyTorch (`torch.get_num_threads()`). The result does not depend on their number.
     """
-    if algorithm == "hqq":
-        return _quantize_hqq(weight, bits=bits, block_size=block_size, symmetric=symmetric)
+    if algorithm == "hqq" and not symmetric:
+        return _quantize_hqq(weight, bits=bits, block_size=block_size)
     return _quantize_rtn(weight, bits=bits, block_size=block_size, symmetric=symmetric)[0]
 
 
-def _quantize_hqq(weight: np.ndarray, *, bits: int, block_size: int, symmetric: bool) -> BlockWeight:
+def _quantize_hqq(weight: np.ndarray, *, bits: int, block_size: int) -> BlockWeight:
     """Quantize a weight `(inner, outer)` with fractional zero points."""
     inner, outer = weight.shape
     blocks = -(-inner // block_size)
@@ -94,7 +93,7 @@ def _quantize_hqq(weight: np.ndarray, *, bits: int, block_size: int, symmetric: 
     scales = np.where(high - low > top * _LEAST, (high - low) / top, 1.0).astype(np.float32)
     zero = _half_quadratic(data, scales, np.clip(np.rint(-low / scales), 0, top), top)
     values = np.clip(np.rint(data / scales[..., None] + zero[..., None]), 0, top).astype(np.uint8)
-    return BlockWeight(pack(values, bits), scales, zero.astype(np.float32), symmetric, bits)
+    return BlockWeight(pack(values, bits), scales, zero.astype(np.float32), symmetric=False, bits=bits)
 
 
 def _quantize_rtn(
@@ -110,8 +109,8 @@ def _quantize_rtn(
         symmetric,
         bits,
     )
-    # The size of a part depends only on the weight, so the result is the same for every number of threads. The axis
-    # with contiguous weights is the longer axis of a part.
+    # The parts do not depend on the number of threads, so the result does not depend on it. A part is longer along the
+    # axis on which the weights are contiguous.
     together = max(_TOGETHER // block_size, 1)
     if weight.strides[0] <= weight.strides[1]:
         columns = max(min(blocks, together), 1)
