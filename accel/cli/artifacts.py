@@ -11,6 +11,9 @@ from ..errors import ConfigError
 from . import options
 from .application import CommandResult, app, columns_of, pairs_of, subcommand
 
+# Default number of timed calls, and of calls before them, of `accel convert`.
+_MEASURES, _WARMUP = 240, 10
+
 
 @subcommand(app, epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
 def export(
@@ -316,7 +319,7 @@ def _quantized(artifact: Any) -> str:
     return "\n".join(lines)
 
 
-@subcommand(app, epilog="Example: accel convert org/model out/ --scheme weight-int4 --backend cpu")
+@subcommand(app, epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
     out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Output folder.")] = None,
@@ -337,13 +340,13 @@ def convert(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="Write only one artifact, quantized with this scheme, for one --backend (cpu if omitted), and time nothing."
+            help="Write only one artifact, quantized with this scheme, for one --backend (default: that of ONNX). Nothing is timed."
         ),
     ] = None,
     calibration: options.Calibration = None,
     atol: options.Atol = None,
-    nb_measures: Annotated[int, typer.Option(help="Number of timed calls for each variant and shape.")] = 240,
-    warmup: Annotated[int, typer.Option(help="Number of calls before the timed calls.")] = 10,
+    nb_measures: Annotated[int, typer.Option(help="Number of timed calls for each variant and shape.")] = _MEASURES,
+    warmup: Annotated[int, typer.Option(help="Number of calls before the timed calls.")] = _WARMUP,
     threads: options.Threads = None,
     revision: options.Revision = None,
     trust_remote_code: options.Trust = False,
@@ -362,24 +365,24 @@ def convert(
             problem = f"is set by the argument and by {flag}" if argument is not None else "is missing"
             raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
     if scheme is not None:
-        timed = [
-            flag
-            for flag, value in (
-                ("--quantize", quantize),
-                ("--batch-size", batch),
-                ("--seq-len", sequence),
-                ("--threads", threads),
-            )
-            if value
-        ]
-        if timed or len(backend or ()) > 1:
-            problem = f"{timed[0]} is set" if timed else f"--backend names {len(backend or ())} backends"
+        values_by_flag = {
+            "--quantize": quantize,
+            "--batch-size": batch,
+            "--seq-len": sequence,
+            "--nb-measures": nb_measures != _MEASURES,
+            "--warmup": warmup != _WARMUP,
+            "--threads": threads,
+            "a second --backend": len(backend or ()) > 1,
+        }
+        unused = [flag for flag, value in values_by_flag.items() if value]
+        if unused:
             raise ConfigError(
-                f"--scheme writes one artifact for one backend and times nothing, but {problem}.",
-                fix="leave --scheme out to convert for several backends and to time the results, or leave the other flag out.",
+                f"--scheme writes one artifact for one backend and times nothing, so it cannot be used with {' and '.join(unused)}.",
+                fix="leave --scheme out to convert for several backends and to time the results. Otherwise leave out "
+                f"{' and '.join(unused)}.",
             )
         artifact = convert_to_scheme(
-            str(model or model_option), Path(out or out_option or ""), scheme=scheme, backend=backend[0] if backend else "cpu",
+            str(model or model_option), Path(out or out_option or ""), scheme=scheme, backend=backend[0] if backend else None,
             task=task, level=None if optimize == "none" else optimize, calibration=calibration, atol=atol, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..artifact.manifest import Artifact
 from ..backends import registry
 from ..backends.stage_backend_selection import plan_stage
 from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, check_number
-from ..errors import AccelError, BackendUnavailableError, ConfigError
+from ..errors import AccelError, BackendUnavailableError, ConfigError, QuantizeError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants, pytorch_variant
@@ -182,9 +181,9 @@ def convert_to_scheme(
 ) -> Artifact:
     """Export, optimize and quantize a model for one backend, and write only the quantized artifact. Nothing is timed.
 
-    The files are the same as those of the three functions `accel.export`, `accel.optimize` and `accel.quantize`. The artifacts before
-    quantization are in a temporary folder next to `out`, and each is removed as soon as the next one is written. Some
-    backends optimize a graph when they open it and have no optimization levels, so for them nothing is optimized here.
+    The graph and weight files are the same as those of `accel.export`, `accel.optimize` and `accel.quantize`, one after another. The
+    export and the optimized artifact are removed as soon as the next artifact is written. If the backend has no optimization levels, the
+    export is quantized.
 
     Args:
         model: Hub id or transformers folder.
@@ -201,7 +200,7 @@ def convert_to_scheme(
         BackendUnavailableError: The backend cannot export the model, or has no such scheme.
         ConfigError: A setting is invalid, or the backend has optimization levels and `level` is another one.
         ExportError: The model cannot be traced or converted.
-        QuantizeError: The quantization failed, or calibration data is missing.
+        QuantizeError: The model is already quantized, the quantization failed, or calibration data is missing.
         ValidationError: The outputs of the export or of the optimized graph differ by more than the tolerance.
     """
     target = check_output(out, as_folder(model))
@@ -214,28 +213,29 @@ def convert_to_scheme(
             f"The backend {quantizer.backend.name!r} has no optimization level {level!r}.",
             fix=f"use one of {', '.join(levels.schemes)}, or `none`.",
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".accel-convert-", dir=target.parent) as temporary:
+    with staging(target) as folder:
         artifact = export(
-            model, Path(temporary, "export"), task=task, backend=exporter.backend.name, config=ExportConfig(atol=atol),
+            model, folder / "export", task=task, backend=exporter.backend.name, config=ExportConfig(atol=atol),
             revision=revision, token=token, trust_remote_code=trust_remote_code,
         )  # fmt: skip
-        if level is not None and levels is not None and artifact.manifest.quantization is None:
-            optimized = optimize(
-                artifact,
-                Path(temporary, "optimized"),
-                backend=quantizer.backend.name,
-                config=OptimizeConfig.merged(None, {"level": level}),
+        if artifact.manifest.quantization is not None:
+            raise QuantizeError(
+                f"{model} is already quantized (scheme {artifact.manifest.quantization.scheme}).",
+                fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
             )
-            shutil.rmtree(artifact.path)
-            artifact = optimized
-        return quantize(
-            artifact,
-            target,
-            calibration=calibration,
-            backend=quantizer.backend.name,
+        if level is not None and levels is not None:
+            config = OptimizeConfig.merged(None, {"level": level})
+            artifact = optimize(artifact, folder / "optimized", backend=quantizer.backend.name, config=config)
+            shutil.rmtree(folder / "export")
+        quantized = quantize(
+            artifact, folder / "quantized", calibration=calibration, backend=quantizer.backend.name,
             config=QuantizeConfig(scheme=scheme),
-        )
+        )  # fmt: skip
+        shutil.rmtree(artifact.path)
+        for path in quantized.path.iterdir():
+            path.rename(folder / path.name)
+        quantized.path.rmdir()
+    return Artifact(target, quantized.manifest)
 
 
 def _preset(

@@ -313,7 +313,7 @@ def test_convert_with_scheme_writes_only_the_quantized_artifact(
 
 
 @pytest.mark.parametrize(
-    "flags", [("--quantize", "dynamic-int8"), ("-s", 7), ("--backend", "cpu", "--backend", "openvino")]
+    "flags", [("--quantize", "dynamic-int8"), ("-s", 7), ("--warmup", 1), ("--backend", "cpu", "--backend", "openvino")]
 )
 def test_convert_with_scheme_refuses_flags_that_it_does_not_use(
     flags: tuple[object, ...], tiny_folder: Callable[..., Path], tmp_path: Path
