@@ -178,10 +178,16 @@ class QuestionAnsweringPipeline(ChunkPipeline):  # type: ignore[misc]  # transfo
 
 
 def _largest(scores: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Return the indices of the largest scores in the flattened array, largest score first."""
+    """Return the indices of the largest scores in the flattened array, largest score first.
+
+    If scores are equal, the first indices are returned. `np.argpartition` would choose among them by the processor's
+    instruction sets.
+    """
     flat = -scores.reshape(-1)
-    indices = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
-    return indices[np.argsort(flat[indices], kind="stable")]
+    indices = (
+        np.flatnonzero(flat <= np.partition(flat, count - 1)[count - 1]) if count < flat.size else np.arange(flat.size)
+    )
+    return indices[np.argsort(flat[indices], kind="stable")][:count]
 
 
 def _characters(encoding: Any, first: int, last: int, sequence: int, whole_words: bool) -> tuple[int, int]:

@@ -24,24 +24,25 @@ LONG = " ".join(
 
 # Each entry is (question, context, options, answers). The answers are outputs of transformers 4.57.6, as (score, start,
 # answer), for the logits of `logits_by_token` and this tokenizer. Most answers in the long context occur in several
-# windows and positions, whose scores are added.
+# windows and positions, whose scores are added. Among answers with equal scores, transformers 4 chooses by the instruction
+# sets of the processor. Here the first position in the context is expected.
 ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
     ("who", SHORT, {"top_k": 3, "align_to_words": False}, [
         (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
     ]),
-    ("where is my card", LONG, {"max_seq_len": 62}, [(0.158174, 390, "Wolfgang's phone app, please")]),
+    ("where is my card", LONG, {"max_seq_len": 62}, [(0.158174, 329, "Wolfgang's phone app, please")]),
     ("where", LONG, {"top_k": 4, "max_seq_len": 40}, [
-        (0.354889, 329, "Wolfgang's phone app, please"), (0.316276, 349, ", please"), (0.14792, 133, "here"),
+        (0.354889, 329, "Wolfgang's phone app, please"), (0.316276, 349, ", please"), (0.14792, 13, "here"),
         (0.137643, 320, "pay with Wolfgang's phone app, please"),
     ]),
     ("where", LONG, {"top_k": 4, "max_seq_len": 40, "doc_stride": 10, "max_answer_len": 4}, [
-        (0.236104, 410, ", please"), (0.108289, 133, "here"), (0.084461, 113, "here . the"),
+        (0.236104, 349, ", please"), (0.108289, 13, "here"), (0.084461, 13, "here . the"),
         (0.052876, 310, "i can not pay"),
     ]),
     ("where", LONG, {"top_k": 4, "handle_impossible_answer": True, "max_seq_len": 50}, [
-        (0.220173, 410, ", please"), (0.21832, 390, "Wolfgang's phone app, please"),
-        (0.109608, 371, "i can not pay with Wolfgang's phone app, please"),
-        (0.077194, 381, "pay with Wolfgang's phone app, please"),
+        (0.220173, 349, ", please"), (0.21832, 329, "Wolfgang's phone app, please"),
+        (0.109608, 310, "i can not pay with Wolfgang's phone app, please"),
+        (0.077194, 320, "pay with Wolfgang's phone app, please"),
     ]),
     ("where", SHORT, {"top_k": 4, "padding": "max_length", "max_seq_len": 50}, [
         (0.04241, 7, "my card"), (0.034395, 7, "my card in paris . the"), (0.024061, 0, "i lost my card"),
@@ -49,7 +50,7 @@ ANSWERS: list[tuple[str, str, dict[str, Any], list[tuple[float, int, str]]]] = [
     ]),
     ("xyzzy quux", WITH_UNKNOWN, {"top_k": 6}, [
         (0.032367, 7, "my card"), (0.02625, 7, "my card in paris . the"), (0.018363, 0, "i lost my card"),
-        (0.017187, 50, "account in london . xyzzy quux."), (0.017187, 50, "account in london ."),
+        (0.017187, 50, "account in london ."), (0.017187, 50, "account in london . xyzzy quux."),
         (0.014893, 0, "i lost my card in paris . the"),
     ]),
 ]  # fmt: skip

@@ -99,10 +99,16 @@ class QuestionAnswerer:
 
 
 def _largest(scores: Array, count: int) -> Array:
-    """Return the indices of the largest scores in the flattened array, the largest first."""
+    """Return the indices of the largest scores in the flattened array, largest score first.
+
+    If scores are equal, the first indices are returned. `np.argpartition` would choose among them by the processor's
+    instruction sets.
+    """
     flat = -scores.reshape(-1)
-    largest = np.argpartition(flat, count)[:count] if count < flat.size else np.arange(flat.size)
-    return largest[np.argsort(flat[largest], kind="stable")]
+    indices = (
+        np.flatnonzero(flat <= np.partition(flat, count - 1)[count - 1]) if count < flat.size else np.arange(flat.size)
+    )
+    return indices[np.argsort(flat[indices], kind="stable")][:count]
 
 
 def _characters(encoding: Any, first: int, last: int, side: int, whole_words: bool) -> tuple[int, int]:
