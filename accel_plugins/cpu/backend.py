@@ -76,6 +76,14 @@ class CpuBackend(ProviderBackend):
         """
         return with_exact_sums(super().session_options(artifact, session), artifact)
 
+    def rewritten_graph(self, artifact: Artifact, component: Component, session: SessionOptions) -> bytes | None:
+        """Return the graph with separate zero points if products of 8-bit weights must be exact, else `None`."""
+        if session.native.get(_EXACT_SUMS) != "1":
+            return None
+        from ..ortkit.quantization.zero_points import with_separate_zero_points
+
+        return with_separate_zero_points(artifact.path / component.file)
+
     def cpu_flags(self) -> Sequence[str]:
         """Return the instruction sets of this CPU."""
         return cpu_flags()

@@ -103,6 +103,18 @@ class ProviderBackend:
         """Return the names of ONNX Runtime's graph optimizers that are slow or wrong with this provider."""
         return ()
 
+    def rewritten_graph(self, artifact: Artifact, component: Component, session: SessionOptions) -> bytes | None:
+        """Return a serialized graph to open instead of the component's graph, or `None` to open the file.
+
+        This method is not called for decoders whose rows may have different lengths.
+
+        Args:
+            artifact: The artifact.
+            component: The component that is opened.
+            session: The session options for the artifact, from `session_options`.
+        """
+        return None
+
     def cpu_flags(self) -> Sequence[str]:
         """Return the CPU instruction sets that the quantization preset depends on (`avx512_vnni`, ...)."""
         return ()
@@ -164,6 +176,7 @@ class ProviderBackend:
         self._check_options(request.options)
         computes = self._compute_dtype(artifact, request.session)
         devices = self._library_devices(request.device)
+        options = self._session_options(artifact, request)
         return {
             component.name: OrtSession(
                 open_runtime(
@@ -171,11 +184,12 @@ class ProviderBackend:
                     component,
                     provider=self.provider,
                     provider_options=self.provider_options(artifact, component, request.device, request.options),
-                    options=self._session_options(artifact, request),
+                    options=options,
                     disabled_optimizers=self.disabled_optimizers(artifact, component),
                     shapes=request.shapes,
                     devices=devices,
-                    model=self._with_lengths(artifact, component, request),
+                    model=self._with_lengths(artifact, component, request)
+                    or self.rewritten_graph(artifact, component, options),
                 ),
                 component,
                 request.device,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir
 import pytest
 import torch
@@ -179,6 +180,26 @@ def test_static_graphs_have_integer_products_after_loading(exported: Callable[[s
     # Query, key and value read the same activation, so they share one Q/DQ pair.
     assert kinds.count("QuantizeLinear") < kinds.count("DequantizeLinear") / 2
     assert "accel_layers" not in {node.domain for node in graph}
+
+
+def test_zero_points_are_separate_where_weights_become_unsigned(
+    exported: Callable[[str, str], Artifact], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accel_plugins.cpu import backend
+    from accel_plugins.ortkit.quantization.zero_points import with_separate_zero_points
+
+    artifact = exported("static-int8", "onnx")
+    separate = with_separate_zero_points(artifact.file())
+    assert separate is not None
+    for value in onnx_ir.from_proto(onnx.load_from_string(separate)).graph.initializers.values():
+        if value.dtype == onnx_ir.DataType.INT8:
+            assert len(value.uses()) == 1
+    # ONNX Runtime makes weights unsigned on processors with AVX2 and without VNNI.
+    monkeypatch.setattr(backend, "cpu_flags", lambda: ("avx2",))
+    tokens = {"input_ids": torch.tensor([[2, 5, 6, 7, 3]]), "attention_mask": torch.ones((1, 5), dtype=torch.int64)}
+    model = accel.ORTModelForSequenceClassification.from_pretrained(artifact.path, backend="cpu")
+    expected = quantized("static-int8")(**tokens).logits.detach()
+    assert (model(**tokens).logits - expected).abs().max() < 0.02 * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
