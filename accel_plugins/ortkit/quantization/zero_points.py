@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
-import onnx_ir as ir
-
-from ..graph.editing import read_graph, serialized
+# The names of the operators that have a zero point for weights contain one of these.
+_INTEGER_OPERATORS = (b"DequantizeLinear", b"QLinear", b"Integer", b"DynamicQuantizeMatMul", b"QGemm", b"QAttention")
 
 
 def with_separate_zero_points(path: Path) -> bytes | None:
@@ -16,6 +16,17 @@ def with_separate_zero_points(path: Path) -> bytes | None:
     zero points, and it fails if two weights have the same zero point. Exports of PyTorch models with quantized layers, and
     graphs whose equal constants were merged, have such zero points.
     """
+    if not path.stat().st_size:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if not any(content.find(name) >= 0 for name in _INTEGER_OPERATORS):
+            return None
+
+    # Imported here, as most graphs have no such operator, and the import is slow.
+    import onnx_ir as ir
+
+    from ..graph.editing import read_graph, serialized
+
     model = read_graph(path)
     shared = 0
     for graph in model.graphs():
