@@ -43,13 +43,14 @@ class OpenSessions:
             session.close()
 
 
-def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True) -> OpenSessions:
+def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True, exact: bool = False) -> OpenSessions:
     """Open every component of a plan's artifact.
 
     Args:
         plan: The plan.
         few_calls: Whether the sessions are opened for only a few calls, as in a comparison. Backends may then skip
             optimizations that cost memory.
+        exact: Whether layers with quantized weights compute in float32.
         states: Whether decoders without a KV cache also get a state. If not, calls run the graph directly.
 
     Raises:
@@ -81,6 +82,7 @@ def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True) -> Op
             shapes=shapes or {},
             trust_remote_code=plan.model.hub.trust_remote_code,
             few_calls=few_calls,
+            exact=exact,
         )
         sessions_by_name = implementation.open(artifact, request)
         return continued(sessions_by_name, artifact.components) if states else sessions_by_name

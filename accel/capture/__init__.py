@@ -16,6 +16,7 @@ from ..upstream.cache_names import CACHE_NAME as CACHE_NAME
 from ..upstream.cache_names import CACHE_NAMES as CACHE_NAMES
 from ..upstream.cache_names import cache_argument as cache_argument
 from ..upstream.onnx_exporter import prepare_rewriter as prepare_rewriter
+from ..upstream.onnx_exporter import write_export_manifest as write_export_manifest
 from ..upstream.output_silencing import quiet as quiet
 from .cached_attention import FusedAttention as FusedAttention
 from .export_source import Source as Source
@@ -65,6 +66,12 @@ from .source_loader import base_of_adapter as base_of_adapter
 from .source_loader import code_elsewhere as code_elsewhere
 from .source_loader import load_source as load_source
 from .source_loader import modes_kept as modes_kept
+from .streamed_weights import StreamedWeight as StreamedWeight
+from .streamed_weights import StreamedWeights as StreamedWeights
+from .streamed_weights import StreamingError as StreamingError
+from .streamed_weights import WeightReader as WeightReader
+from .streamed_weights import empty_weight as empty_weight
+from .streamed_weights import weights_loaded as weights_loaded
 from .tracer import capture_onnx as capture_onnx
 from .tracer import capture_openvino as capture_openvino
 from .tracer import capture_program as capture_program

@@ -19,6 +19,7 @@ from .layer_outputs import EagerAttentionInTrace
 from .position_limits import position_bounds, rows_of_table, text_rows
 from .quantized_linears import record_of
 from .samples import IMAGE_AXES, parameters_of, resize, usual_sizes
+from .streamed_weights import StreamedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Source:
         name: Name of the graph. If a model becomes several graphs, each graph has its own `Source`.
         stateful: Whether the graph reads and writes a KV cache (inputs `past_…`, outputs `present_…`).
         croppable: Whether tokens can be removed from the end of the cache (see `Component`).
+        streamed: The weights that are in the checkpoint's files and not in the model's memory, or `None` if all weights are in memory.
         continues: How many new tokens a call may have if the cache already contains tokens (see `Component`).
     """
 
@@ -61,6 +63,7 @@ class Source:
     stateful: bool = False
     croppable: bool = True
     continues: Literal["any", "one", "none"] = "any"
+    streamed: StreamedWeights | None = None
 
     @property
     def config(self) -> Any:

@@ -26,14 +26,20 @@ from .samples import pad_id
 from .tracer import first_lines
 
 
-def cases_by_part(source: Source) -> dict[str, list[Case]]:
-    """Return the reference cases of all graphs of a model, by the name of the graph."""
+def cases_by_part(source: Source, *, few: bool = False) -> dict[str, list[Case]]:
+    """Return the reference cases of all graphs of a model, by the name of the graph.
+
+    Args:
+        source: The model.
+        few: Whether a decoder gets two cases instead of four. If weights are streamed, each case reads all of them.
+    """
     return {
-        part.name: decoder_cases(source, part) if part.stateful else reference_cases(part) for part in split(source)
+        part.name: decoder_cases(source, part, few=few) if part.stateful else reference_cases(part)
+        for part in split(source)
     }
 
 
-def decoder_cases(source: Source, part: Source) -> list[Case]:
+def decoder_cases(source: Source, part: Source, *, few: bool = False) -> list[Case]:
     """Return reference cases of a decoder graph: a prefill, a call with several new tokens, and a call with one new token.
 
     The expected logits are computed in one call of the PyTorch model on the complete sequence, without a KV cache. So the comparison
@@ -41,6 +47,7 @@ def decoder_cases(source: Source, part: Source) -> list[Case]:
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
+    plans = [(3, (9, 3, 1)), (1, (40, 1))] if few else plans
     image = _Image.of(source, part)
     if image is not None:
         plans.append((1, (len(image.features) + 5, 1)))

@@ -44,6 +44,7 @@ from .samples import check_sample, default_sample, known_axes, resize, safe_size
 from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
 from .sound_samples import sound_sample
 from .speech_samples import longest_sound, speech_sample
+from .streamed_weights import StreamedWeights, streamed_weights
 from .tracer import first_lines
 from .video_samples import video_sample
 
@@ -79,6 +80,7 @@ def load_source(
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Axes | None = None,
     weights: bool = True,
+    stream: bool = False,
 ) -> Source:
     """Load a model and prepare the sample inputs of its trace.
 
@@ -91,22 +93,24 @@ def load_source(
             mask without padding are resized.
         axes: Names of the axes of `sample` that may vary. The task `custom` needs this argument.
         weights: Whether to load the weights. With `False`, the model has only shapes (meta device) and cannot run.
+        stream: Whether large weights stay in the checkpoint's files, if this is possible (`Source.streamed`).
 
     Raises:
         TaskError: The task does not fit the model.
         ExportError: The model cannot be loaded, or accel cannot make sample inputs for it.
+        StreamingError: Weights were to be streamed, and loading the model computes new weights from them.
     """
     work = load_task(task)
     spec = work.spec
     if isinstance(model, torch.nn.Module):
-        module, folder = model, None
+        module, folder, streamed = model, None, None
         name = getattr(getattr(module, "config", None), "name_or_path", "")
         origin = Origin(id=str(name or type(module).__name__), digest=None)
         module = _plain_forward(module)
         module = _in_dtype(without_training(module), getattr(torch, config.dtype))
     else:
         folder = model.folder
-        module = _load_module(folder, spec, config, hub, weights)
+        module, streamed = _load_module(folder, spec, config, hub, weights, stream)
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     family = family_of(getattr(module, "config", None))
     module = family.traced_module(answering_by_row(module)).eval()
@@ -136,7 +140,8 @@ def load_source(
         example, axes, unused = dict(sample), axes or known_axes(sample), ()
         sizes = safe_sizes(example, axes)
         example = resize(example, axes, sizes, getattr(module, "config", None), seed=0)
-    own_defaults = own_defaults_of(module, example) if weights and not spec.generates else ()
+    with streamed.loaded(module) if streamed is not None else contextlib.nullcontext():
+        own_defaults = own_defaults_of(module, example) if weights and not spec.generates else ()
     if sample is None:
         # If the tokenizer does not return an input of `own_defaults`, the graph has no such input and computes the model's default.
         left_out = {name for name in own_defaults if name not in tokenizer_names(folder)}
@@ -157,6 +162,7 @@ def load_source(
         unused_inputs=unused,
         own_defaults=own_defaults,
         dtype=config.dtype,
+        streamed=streamed,
     )
 
 
@@ -169,7 +175,10 @@ def _usual_sample(spec: TaskSpec, module: torch.nn.Module, folder: Path | None) 
     return default_sample(module, folder)
 
 
-def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOptions, weights: bool) -> torch.nn.Module:
+def _load_module(
+    folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOptions, weights: bool, stream: bool
+) -> tuple[torch.nn.Module, StreamedWeights | None]:
+    """Return the model, and its streamed weights or `None`."""
     import transformers
 
     kwargs: dict[str, Any] = {
@@ -180,14 +189,14 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
     try:
         with quiet():
             if is_adapter(folder):
-                return _load_adapter(folder, spec, kwargs, hub)
+                return _load_adapter(folder, spec, kwargs, hub), None
             if (gguf := gguf_weights(folder)) is not None:
                 kwargs |= {
                     "gguf_file": gguf.name,
                     "quantization_config": transformers.GgufConfig(dequantize=True),
                 }
             if (loaded := load_task(spec.name).load(folder, **kwargs)) is not None:
-                return loaded if weights else loaded.to("meta")
+                return (loaded if weights else loaded.to("meta")), None
             if not spec.auto_model:
                 architecture = (read_config(folder).get("architectures") or [""])[0]
                 if not hasattr(transformers, architecture):
@@ -196,7 +205,7 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
                         "the task defines neither Task.load nor TaskSpec.auto_model.",
                         fix="override Task.load, or set TaskSpec.auto_model to the name of a transformers class.",
                     )
-                return _load_complete(getattr(transformers, architecture), folder, spec, **kwargs)
+                return _load_complete(getattr(transformers, architecture).from_pretrained, folder, spec, **kwargs), None
             model_config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=hub.trust_remote_code, local_files_only=True
             )
@@ -213,10 +222,17 @@ def _load_module(folder: Path, spec: TaskSpec, config: ExportConfig, hub: HubOpt
                     shape: torch.nn.Module = loader.from_config(
                         model_config, dtype=kwargs["dtype"], trust_remote_code=hub.trust_remote_code
                     )
-                return shape
+                return shape, None
             if holds_quantized(folder):
-                return _load_quantized(loader, folder, model_config, config, hub)
-            return _load_complete(loader, folder, spec, config=model_config, **kwargs)
+                return _load_quantized(loader, folder, model_config, config, hub), None
+            classes = classes_for(loader, model_config)
+            # Custom code may do anything with the weights when it loads them.
+            streamed = streamed_weights(folder) if stream and classes and not hub.trust_remote_code else None
+            if streamed is None:
+                return _load_complete(loader.from_pretrained, folder, spec, config=model_config, **kwargs), None
+            named = (model_config.architectures or [""])[0]
+            concrete = getattr(transformers, named if named in classes else min(classes))
+            return _load_streamed(concrete, folder, spec, model_config, streamed), streamed
     # transformers and custom model code may raise any exception.
     except Exception as error:
         if isinstance(error, AccelError):
@@ -252,7 +268,26 @@ def _plain_forward(module: torch.nn.Module) -> torch.nn.Module:
     return without_mixed_precision(module)
 
 
-def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
+def _load_streamed(
+    concrete: Any, folder: Path, spec: TaskSpec, model_config: Any, streamed: StreamedWeights
+) -> torch.nn.Module:
+    """Load a model of a class of transformers whose large weights stay in the checkpoint's files.
+
+    Raises:
+        StreamingError: transformers computes weights of the model from the checkpoint's weights, for example the weights of experts.
+    """
+
+    def load(_: Path, **settings: Any) -> Any:
+        return concrete.from_pretrained(None, state_dict=streamed.state_dict, **settings)
+
+    model: Any = _load_complete(load, folder, spec, config=model_config, dtype=torch.float32)
+    streamed.check(model)
+    with contextlib.suppress(OSError):
+        model.generation_config = type(model.generation_config).from_pretrained(folder)
+    return model
+
+
+def _load_complete(from_pretrained: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> torch.nn.Module:
     """Load a model, and raise an error if the checkpoint does not contain all of its weights.
 
     Checkpoints of language models often contain no pooler. For feature extraction, such a model is loaded without a pooler.
@@ -261,12 +296,12 @@ def _load_complete(loader: Any, folder: Path, spec: TaskSpec, **kwargs: Any) -> 
         ExportError: Weights are missing (transformers would create random ones), or the checkpoint was saved during
             quantization-aware training.
     """
-    model, info = loader.from_pretrained(folder, output_loading_info=True, **kwargs)
+    model, info = from_pretrained(folder, output_loading_info=True, **kwargs)
     missing = sorted(info["missing_keys"])
     if missing and spec.embeds and all("pooler" in name.split(".") for name in missing):
         parameters = inspect.signature(type(model).__init__).parameters
         if "add_pooling_layer" in parameters:
-            model, info = loader.from_pretrained(folder, output_loading_info=True, add_pooling_layer=False, **kwargs)
+            model, info = from_pretrained(folder, output_loading_info=True, add_pooling_layer=False, **kwargs)
             missing = sorted(info["missing_keys"])
     if missing:
         raise ExportError(

@@ -42,6 +42,7 @@ class OpenRequest:
         trust_remote_code: Whether custom code of a PyTorch model may run.
         few_calls: Whether the session will run only a few times, for example to compare two graphs. The backend may then skip
             optimizations that need much memory.
+        exact: Whether layers with quantized weights compute in float32. By default, a backend may round their activations to 8 bits.
     """
 
     device: DeviceSpec
@@ -50,6 +51,7 @@ class OpenRequest:
     shapes: Shapes = field(default_factory=dict)
     trust_remote_code: bool = False
     few_calls: bool = False
+    exact: bool = False
 
 
 @runtime_checkable
@@ -138,6 +140,57 @@ class Exporter(Protocol):
 
         Raises:
             ExportError: The model could not be captured.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedExport:
+    """Result of `QuantizingExporter.export_quantized`.
+
+    Attributes:
+        artifact: The artifact. Its manifest has a step for each stage.
+        weights: Functions that read quantized weights from the files of the artifact, by parameter name of the PyTorch model. Each function
+            returns the weight in float32, as the kernels compute with it, in the shape of the parameter.
+    """
+
+    artifact: Artifact
+    weights: Mapping[str, Callable[[], torch.Tensor]]
+
+
+@runtime_checkable
+class QuantizingExporter(Exporter, Protocol):
+    """An exporter that exports, optimizes and quantizes a model in one pass: it reads each weight of a checkpoint when it quantizes it, so
+    neither memory nor disk ever contain all weights in float32.
+
+    `schemes` of the backend's capability for exports lists the quantization schemes.
+    """
+
+    def export_quantized(
+        self,
+        source: Any,
+        *,
+        task: str,
+        config: ExportConfig,
+        optimize: OptimizeConfig | None,
+        quantize: QuantizeConfig,
+        out: Path,
+    ) -> QuantizedExport:
+        """Write the quantized graph and its manifest. The files are the same as those of the three stages, one after another.
+
+        accel compares the artifact with the PyTorch model that has the weights in `QuantizedExport.weights`.
+
+        Args:
+            source: The model, an `accel.capture.Source` with streamed weights.
+            task: Name of the task.
+            config: Export settings.
+            optimize: Optimization settings, or `None` for no optimization.
+            quantize: Quantization settings.
+            out: An existing folder with the configs and tokenizer files of the model.
+
+        Raises:
+            ExportError: The model could not be captured, or needs weights whose values are not in the checkpoint.
+            OptimizeError: The graph could not be optimized.
+            QuantizeError: The graph could not be quantized.
         """
 
 

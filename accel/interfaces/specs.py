@@ -122,7 +122,7 @@ class Capability:
         devices: Types of the supported devices.
         dtypes: Artifact dtypes that the backend reads or writes.
         schemes: Optimization levels, preparations (`accelerate`, ...) or quantization schemes. The scheme that is expected to be the
-            fastest comes first.
+            fastest comes first. For `export`: quantization schemes that the exporter applies in one pass (`QuantizingExporter`).
         settings: Settings of each scheme. accel raises an error for all other settings.
         options: For `export`: options that only this exporter has (`ExportConfig.options`). For `run`: the vendor's device or
             provider options, if the backend lets `ortkit` check their names.

@@ -188,12 +188,12 @@ def _export_source(
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
         cases = capture.cases_by_part(source)
-        _check_outputs(source, cases)
+        check_numbers(source, cases)
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         # Release the memory of the weights: after this line they are read only once, when they are written.
         capture.release_pages(source.weights)
         progress.report("tracing and converting", 2, 4)
-        artifact = _bounded(exporter.export(source, task=source.task, config=config, out=folder), source)
+        artifact = with_bounds(exporter.export(source, task=source.task, config=config, out=folder), source)
         artifact = replace(artifact, manifest=replace(artifact.manifest, quantization=source.quantization))
         progress.report("checking against PyTorch", 3, 4)
         try:
@@ -212,7 +212,7 @@ def _export_source(
     return Artifact(out, artifact.manifest)
 
 
-def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
+def check_numbers(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
     """Check that the outputs of the PyTorch model match its task and are numbers.
 
     Raises:
@@ -240,7 +240,7 @@ def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.
         )
 
 
-def _bounded(artifact: Artifact, source: capture.Source) -> Artifact:
+def with_bounds(artifact: Artifact, source: capture.Source) -> Artifact:
     """Return the artifact with bounds of token ids and required tokens in the input specs of all graphs. Exporters need
     not set them.
     """
@@ -280,10 +280,11 @@ def load_source(
     *,
     sample: Mapping[str, torch.Tensor] | None = None,
     axes: Mapping[str, Mapping[int, str]] | None = None,
+    stream: bool = False,
 ) -> capture.Source:
-    """Load the PyTorch model and its sample inputs. The arguments are those of `export`."""
+    """Load the PyTorch model and its sample inputs. The arguments are those of `export` and of `capture.load_source`."""
     model = resolved.module if resolved.module is not None else resolved.location
-    return capture.load_source(model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes)
+    return capture.load_source(model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes, stream=stream)
 
 
 def _check(

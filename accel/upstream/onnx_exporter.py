@@ -11,8 +11,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -72,3 +75,22 @@ def release_traced_graphs() -> None:
             for attribute in ("_graph", "_match", "_current_node"):
                 vars(rule._matcher).pop(attribute, None)
     getattr(proxy_tensor, "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT", {}).clear()
+
+
+def write_export_manifest(exported: Any, folder: Path) -> None:
+    """Write the manifest and the configs that `ExportedModel.save_pretrained` writes, without the graphs."""
+    from transformers.exporters.base import EXPORT_MANIFEST_FILE, EXPORT_SCHEMA_VERSION
+
+    components = {
+        name: {"file": f"{name}.onnx", "metadata": dataclasses.asdict(component.metadata)}
+        for name, component in exported.components.items()
+    }
+    manifest = {
+        "schema_version": EXPORT_SCHEMA_VERSION,
+        "export_format": str(exported.export_format),
+        "components": components,
+    }
+    (folder / EXPORT_MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    for config in (exported.config, exported.generation_config):
+        if config is not None:
+            config.save_pretrained(folder)

@@ -27,7 +27,9 @@ SPEC = BackendSpec(
     layouts=ONNX_LAYOUTS,
     folder_reader=ONNX_FOLDERS,
     capabilities=(
-        Capability(stage="export", produces="onnx", dtypes=("float32", "float16")),
+        Capability(
+            stage="export", produces="onnx", dtypes=("float32", "float16"), schemes=("weight-int8", "weight-int4")
+        ),
         Capability(
             stage="optimize",
             consumes="onnx",

@@ -140,7 +140,7 @@ class ProviderBackend:
             return None
         from .export.exporter import OnnxExporter
 
-        return OnnxExporter(self.spec.name)
+        return OnnxExporter(self.spec.name, self.optimizer, self.quantizer)
 
     def optimizer(self) -> Optimizer | None:
         """Return the optimizer with ONNX Runtime's fusions; `None` if the spec declares no optimization levels."""
@@ -188,8 +188,7 @@ class ProviderBackend:
                     disabled_optimizers=self.disabled_optimizers(artifact, component),
                     shapes=request.shapes,
                     devices=devices,
-                    model=self._with_lengths(artifact, component, request)
-                    or self.rewritten_graph(artifact, component, options),
+                    model=self._graph(artifact, component, request, options),
                 ),
                 component,
                 request.device,
@@ -206,6 +205,17 @@ class ProviderBackend:
         if not request.few_calls or artifact.manifest.quantization is not None:
             return options
         return without_copies(options) if artifact.bytes >= _LARGE_BYTES else options
+
+    def _graph(
+        self, artifact: Artifact, component: Component, request: OpenRequest, options: SessionOptions
+    ) -> bytes | None:
+        """Return the serialized graph to open instead of the component's file, or `None` to open the file."""
+        graph = self._with_lengths(artifact, component, request) or self.rewritten_graph(artifact, component, options)
+        if not request.exact:
+            return graph
+        from .quantization.weight_only import without_rounded_activations
+
+        return without_rounded_activations(artifact.path / component.file, graph) or graph
 
     def _with_lengths(self, artifact: Artifact, component: Component, request: OpenRequest) -> bytes | None:
         """Return the decoder graph in which rows of the batch may have different lengths.

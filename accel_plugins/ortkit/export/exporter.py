@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,32 @@ from typing import Any
 import onnx_ir as ir
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
-from accel.capture import Source, capture_onnx, drop_unused_inputs, graph_specs, quiet, split
-from accel.config import ExportConfig
+from accel.capture import (
+    Source,
+    capture_onnx,
+    drop_unused_inputs,
+    graph_specs,
+    quiet,
+    split,
+    write_export_manifest,
+)
+from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig
 from accel.errors import ConfigError, ExportError
+from accel.interfaces.protocols import QuantizedExport
 
-from ..graph.editing import merge_initializers, operator_domains, read_graph, save_graphs, write_graph
+from ..graph.editing import (
+    as_in_graphs,
+    as_read_again,
+    merge_initializers,
+    operator_domains,
+    read_graph,
+    save_graphs,
+    write_artifact,
+    write_graph,
+)
 from .attention_operators import OrtAttention
-from .lazy_weights import release_when_written
+from .checked_weights import quantized_weights
+from .lazy_weights import read_from_checkpoint, release_when_written
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
 
@@ -24,10 +45,23 @@ _INLINE_LIMIT_BYTES = 1 << 30
 
 
 class OnnxExporter:
-    """Exporter that writes `model.onnx`, its weights in `model.onnx.data`, transformers' export manifest and accel's manifest."""
+    """Exporter that writes `model.onnx`, its weights in `model.onnx.data`, transformers' export manifest and accel's manifest.
 
-    def __init__(self, backend: str) -> None:
+    Args:
+        backend: The name of the backend that uses the exporter, for the manifest.
+        optimizer: A function that returns the backend's `OrtOptimizer`.
+        quantizer: A function that returns the backend's `GraphQuantizer`.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        optimizer: Callable[[], Any] = lambda: None,
+        quantizer: Callable[[], Any] = lambda: None,
+    ) -> None:
         self._backend = backend
+        self._optimizer = optimizer
+        self._quantizer = quantizer
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace the model, convert it and write the artifact; see `accel.interfaces.protocols.Exporter`."""
@@ -36,13 +70,55 @@ class OnnxExporter:
             components, opset = self._single(source, config, out)
         else:
             components, opset = self._parts(parts, config, out)
+        return Artifact.create(out, self._manifest(source, task, config, components, opset))
+
+    def export_quantized(
+        self,
+        source: Source,
+        *,
+        task: str,
+        config: ExportConfig,
+        optimize: OptimizeConfig | None,
+        quantize: QuantizeConfig,
+        out: Path,
+    ) -> QuantizedExport:
+        """Write a quantized artifact; see `accel.interfaces.protocols.QuantizingExporter`."""
+        parts = split(source, OrtAttention())
+        graphs, components = {}, []
+        for part in parts:
+            file = GRAPH if parts == (source,) else f"{part.name}.onnx"
+            graph, exported, component = _captured(part, config, file)
+            graphs[file] = graph
+            components.append(component)
+            if parts == (source,):
+                write_export_manifest(exported, out)
+        opset = graph.opset_imports.get("")
+        artifact = Artifact(out, self._manifest(source, task, config, tuple(components), opset))
+        models = _by_component(components, as_read_again(graphs))
+        if optimize is not None:
+            started = time.perf_counter()
+            step, _ = self._optimizer().rewrite(artifact, models, config=optimize)
+            step = replace(step, seconds=round(time.perf_counter() - started, 2))
+            manifest = replace(artifact.manifest, steps=(*artifact.manifest.steps, step))
+            artifact = as_in_graphs(Artifact(out, manifest), models)
+            files = {component.file: models[component.name] for component in components}
+            models = _by_component(components, as_read_again(files))
+        started = time.perf_counter()
+        step, record = self._quantizer().rewrite(artifact, models, config=quantize)
+        step = replace(step, seconds=round(time.perf_counter() - started, 2))
+        artifact = write_artifact(artifact, models, out, step=step, quantization=record)
+        return QuantizedExport(artifact, quantized_weights(source, models, artifact))
+
+    def _manifest(
+        self, source: Source, task: str, config: ExportConfig, components: tuple[Component, ...], opset: int | None
+    ) -> Manifest:
         step = Step(
             stage="export",
             backend=self._backend,
             config=config.to_dict(),
             versions=tool_versions("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime"),
         )
-        manifest = Manifest(
+        return Manifest(
             format="onnx",
             task=task,
             architecture=source.architecture,
@@ -52,7 +128,6 @@ class OnnxExporter:
             components=components,
             steps=(step,),
         )
-        return Artifact.create(out, manifest)
 
     def _single(self, source: Source, config: ExportConfig, out: Path) -> tuple[tuple[Component, ...], int | None]:
         """Export the model as a single graph, with transformers' exporter."""
@@ -86,6 +161,10 @@ class OnnxExporter:
         return written, model.opset_imports.get("")
 
 
+def _by_component(components: Sequence[Component], graphs: Mapping[str, ir.Model]) -> dict[str, ir.Model]:
+    return {component.name: graphs[component.file] for component in components}
+
+
 def _inline(model: ir.Model, out: Path) -> None:
     """Write the graph file with the weights inside it.
 
@@ -114,7 +193,10 @@ def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model
     lower_quantized_layers(model)
     merge_initializers(model)
     component = _component(source, model, file, drop_unused_inputs(model))
-    release_when_written(model)
+    if source.streamed is not None:
+        read_from_checkpoint(model, source.streamed)
+    else:
+        release_when_written(model)
     return model, exported, component
 
 

@@ -1,6 +1,7 @@
 """Weights of a traced graph that share memory with the PyTorch model.
 
-If that memory is mapped from a checkpoint file, the memory of each weight is released after the weight is written.
+If that memory is mapped from a checkpoint file, the memory of each weight is released after the weight is written. If that memory
+contains no values, because the weights are streamed, the graph reads each weight from the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from accel.capture import release_pages
+from accel.capture import StreamedWeights, StreamingError, release_pages
+
+from ..graph.checkpoint_tensors import CheckpointPart, CheckpointTensor
+from ..graph.editing import identity
 
 _LARGE_BYTES = 1 << 16
 
@@ -47,3 +51,28 @@ def release_when_written(model: ir.Model) -> None:
             # `raw` is a NumPy array for weights that onnxscript's optimizer transposed: a view of the PyTorch tensor.
             if isinstance(getattr(tensor, "raw", None), torch.Tensor | np.ndarray) and tensor.nbytes >= _LARGE_BYTES:
                 value.const_value = weights.setdefault(id(tensor), _ModelWeight(tensor))
+
+
+def read_from_checkpoint(model: ir.Model, streamed: StreamedWeights) -> None:
+    """Replace weights without values by weights that are read from the checkpoint.
+
+    Raises:
+        StreamingError: A weight was computed from streamed weights, which have no values.
+    """
+    weights: dict[object, CheckpointTensor] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor: Any = value.const_value
+            raw = getattr(tensor, "raw", None)
+            view = raw.detach().numpy() if isinstance(raw, torch.Tensor) else raw
+            if not isinstance(view, np.ndarray) or view.dtype != np.float32:
+                continue
+            weight = streamed.at(view.__array_interface__["data"][0])
+            if weight is not None:
+                made = CheckpointTensor([CheckpointPart(weight, view)], name=tensor.name)
+                value.const_value = weights.setdefault(identity(tensor), made)
+            elif np.isnan(view).any():
+                raise StreamingError(
+                    f"The trace computed the weight {value.name} from weights whose values it does not have.",
+                    fix="export, optimize and quantize the model with three commands.",
+                )

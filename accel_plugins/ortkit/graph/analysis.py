@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .editing import constant, scalar
+from .editing import constant, is_constant, scalar
 
 Dim = int | str | tuple[int, int]
 """An axis size: a number, an axis name, or, if the graph has neither, a pair of (id of the value, axis)."""
@@ -58,7 +58,7 @@ def constant_term(node: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
     if node is None:
         return None
     for value, vector in (node.inputs, reversed(node.inputs)):
-        if value is not None and constant(vector) is not None and len(dims(vector) or ()) == 1:
+        if value is not None and is_constant(vector) and len(dims(vector) or ()) == 1:
             assert vector is not None
             return value, vector
     return None
@@ -105,7 +105,7 @@ def linear(value: ir.Value | None) -> Linear | None:
     if (
         node is None
         or node.inputs[0] is None
-        or constant(node.inputs[1]) is None
+        or not is_constant(node.inputs[1])
         or len(dims(node.inputs[1]) or ()) != 2
     ):
         return None

@@ -29,6 +29,8 @@ from accel.artifact import (
 from accel.artifact.checksums import is_inside
 from accel.errors import IntegrityError
 
+from .checkpoint_tensors import CheckpointTensor
+
 MICROSOFT = "com.microsoft"
 INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 """Data types of token ids, masks and position ids."""
@@ -149,30 +151,24 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
     base.mkdir(parents=True, exist_ok=True)
     offsets: dict[object, tuple[int, int]] = {}
     stored: dict[bytes, tuple[int, int]] = {}
-    replaced: list[tuple[ir.Value, Any]] = []
+    replaced = [entry for model in models.values() for entry in _external_weights(model)]
     with (folder / weights).open("wb") as file:
-        for model in models.values():
-            for graph in model.graphs():
-                for value in graph.initializers.values():
-                    tensor = value.const_value
-                    if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
-                        if isinstance(tensor, ir.ExternalTensor):
-                            # Another tool stored this small weight externally; accel stores it in the graph.
-                            value.const_value = in_memory(tensor)
-                        continue
-                    key = identity(tensor)
-                    if key not in offsets:
-                        digest = content(tensor)
-                        if digest not in stored:
-                            alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
-                            file.write(b"\0" * (-file.tell() % alignment))
-                            stored[digest] = (file.tell(), tensor.nbytes)
-                            if hasattr(tensor, "tofile"):
-                                tensor.tofile(file)
-                            else:
-                                file.write(tensor.tobytes())
-                        offsets[key] = stored[digest]
-                    replaced.append((value, tensor))
+        for _, tensor in replaced:
+            key = identity(tensor)
+            if key in offsets:
+                continue
+            # A weight in a checkpoint is read once, for its digest and for the file.
+            values = tensor.read() if isinstance(tensor, CheckpointTensor) else tensor
+            digest = content(values)
+            if digest not in stored:
+                alignment = _PAGE_BYTES if tensor.nbytes >= _LARGE_BYTES else _ELEMENT_BYTES
+                file.write(b"\0" * (-file.tell() % alignment))
+                stored[digest] = (file.tell(), tensor.nbytes)
+                if hasattr(values, "tofile"):
+                    values.tofile(file)
+                else:
+                    file.write(values.tobytes())
+            offsets[key] = stored[digest]
     for value, tensor in replaced:
         offset, length = offsets[identity(tensor)]
         value.const_value = ir.ExternalTensor(
@@ -189,6 +185,52 @@ def save_graphs(models: Mapping[str, ir.Model], folder: Path) -> tuple[str, ...]
     if not offsets:
         (folder / weights).unlink()
     return (str(weights),) if offsets else ()
+
+
+def _external_weights(model: ir.Model) -> list[tuple[ir.Value, Any]]:
+    """Return the initializers that are stored in the weight file, with their tensors."""
+    weights = []
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < INLINE_BYTES or tensor.dtype == ir.DataType.STRING:
+                if isinstance(tensor, ir.ExternalTensor):
+                    # Another tool stored this small weight externally; accel stores it in the graph.
+                    value.const_value = in_memory(tensor)
+                continue
+            weights.append((value, tensor))
+    return weights
+
+
+def as_read_again(models: Mapping[str, ir.Model]) -> dict[str, ir.Model]:
+    """Return graphs as `save_graphs` would write them and `read_graph` would read them, but with their weights unchanged.
+
+    A stage writes the same graph, whether it gets the result of this function or reads the graph of the stage before from a file.
+    """
+    tensors: list[Any] = []
+    numbers: dict[object, int] = {}
+    read = {}
+    for name, model in models.items():
+        prepare_to_write(model)
+        replaced = _external_weights(model)
+        for value, tensor in replaced:
+            # Equal weights have equal keys after they were read from a file, because a file contains them once.
+            same: object = identity(tensor) if isinstance(tensor, CheckpointTensor) else content(tensor)
+            number = numbers.setdefault(same, len(tensors))
+            if number == len(tensors):
+                tensors.append(tensor)
+            value.const_value = ir.ExternalTensor(
+                SHARED_WEIGHTS, number, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=str(value.name)
+            )
+        model.metadata_props[MARK] = MANIFEST
+        read[name] = ir.from_proto(_graph_proto(model))
+        for value, tensor in replaced:
+            value.const_value = tensor
+        for graph in read[name].graphs():
+            for value in graph.initializers.values():
+                if isinstance(value.const_value, ir.ExternalTensor):
+                    value.const_value = tensors[value.const_value.offset or 0]
+    return read
 
 
 def prepare_to_write(model: ir.Model) -> None:
@@ -229,12 +271,17 @@ def write_graph(model: ir.Model, path: Path) -> None:
     Initializers already have types and shapes. ONNX Runtime's `quantize_dynamic` transposes some initializers and fails
     if the shape is also recorded in `value_info`.
     """
+    path.write_bytes(_graph_proto(model).SerializeToString())
+
+
+def _graph_proto(model: ir.Model) -> Any:
+    """Return the content of a graph file, without `value_info` entries of initializers."""
     stored = [v for graph in model.graphs() for v in graph.initializers.values() if not v.is_graph_input()]
     described = [(value, value.type, value.shape) for value in stored]
     for value in stored:
         value.type = value.shape = None
     try:
-        path.write_bytes(serialized(model))
+        return ir.to_proto(model)
     finally:
         for value, kind, shape in described:
             value.type, value.shape = kind, shape
@@ -277,11 +324,12 @@ def write_artifact(
     stage never changes inputs and outputs. Only the operator domains and the data types of the KV cache buffers, which
     are internal, are read from the graphs.
     """
-    parent = _as_in_graphs(parent, models)
+    parent = as_in_graphs(parent, models)
     weights = save_graphs({component.file: models[component.name] for component in parent.components}, out)
     components = with_files(out, parent.components, [[component.file, *weights] for component in parent.components])
-    copy_companions(parent.path, out)
-    if (parent.path / _EXPORT_MANIFEST).is_file():
+    if parent.path != out:
+        copy_companions(parent.path, out)
+    if parent.path != out and (parent.path / _EXPORT_MANIFEST).is_file():
         shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
     opsets = [model.opset_imports.get("") for model in models.values()]
     return parent.after(
@@ -294,7 +342,7 @@ def write_artifact(
     )
 
 
-def _as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
+def as_in_graphs(artifact: Artifact, models: Mapping[str, ir.Model]) -> Artifact:
     """Return the artifact with operator domains, and data types of KV cache inputs and outputs, as the graphs have them."""
 
     def typed(spec: TensorSpec, kinds: Mapping[str | None, ir.DataType | None]) -> TensorSpec:
@@ -348,6 +396,11 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def is_constant(value: ir.Value | None) -> bool:
+    """Return whether `constant` returns an array for a value. The array is not read."""
+    return value is not None and not value.is_graph_input() and ir.convenience.get_const_tensor(value) is not None
+
+
 def scalar(value: ir.Value | None) -> float | None:
     """Return the number in a constant that has one element; `None` for other values."""
     if value is None or (value.shape is not None and value.shape.rank() > 1):
@@ -356,14 +409,19 @@ def scalar(value: ir.Value | None) -> float | None:
     return float(array.reshape(())) if array is not None and array.size == 1 else None
 
 
-def add_initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+def add_initializer(graph: ir.Graph, name: str, array: np.ndarray | CheckpointTensor) -> ir.Value:
     """Add a constant with the array's shape and data type to the graph; if the name exists, a number is appended."""
     unique, n = name, 1
     while unique in graph.initializers:
         unique, n = f"{name}_{n}", n + 1
-    # Do not use `ascontiguousarray` here: it would give a scalar an axis.
-    tensor = ir.tensor(np.asarray(array, order="C"), name=unique)
-    value = ir.Value(name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape))
+    if isinstance(array, CheckpointTensor):
+        tensor, array.name = array, unique
+    else:
+        # Do not use `ascontiguousarray` here: it would give a scalar an axis.
+        tensor = ir.tensor(np.asarray(array, order="C"), name=unique)
+    value = ir.Value(
+        name=unique, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tuple(array.shape))
+    )
     graph.register_initializer(value)
     return value
 

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.analysis import Linear, Split, dims, linear, only_user, producer, reshaped_heads, split_heads, unscaled
+from ..graph.checkpoint_tensors import concatenated
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph, scalar
 from ..graph.rewrites import graph_rewrite
 from .padding_masks import counted_condition, keep_condition, key_mask, padding_source, rows_with_keys
@@ -276,9 +277,9 @@ def _pack(linears: Sequence[Linear], graph: ir.Graph, packed: Packed) -> list[ir
 
     Missing biases become zeros, because ONNX Runtime's CPU kernel crashes without a bias (1.31).
     """
-    weights = [array for part in linears if (array := constant(part.weight)) is not None]
+    weights = [tensor for part in linears if (tensor := ir.convenience.get_const_tensor(part.weight)) is not None]
     biases = [
-        array if (array := constant(part.bias)) is not None else np.zeros(weight.shape[1], weight.dtype)
+        array if (array := constant(part.bias)) is not None else np.zeros(int(weight.shape[1]), weight.dtype.numpy())
         for part, weight in zip(linears, weights, strict=True)
     ]
     keys: list[tuple[int | None, ...]] = [
@@ -287,5 +288,5 @@ def _pack(linears: Sequence[Linear], graph: ir.Graph, packed: Packed) -> list[ir
     ]
     for key, arrays, name in zip(keys, (weights, biases), ("qkv", "qkv_bias"), strict=True):
         if key not in packed:
-            packed[key] = add_initializer(graph, f"{linears[0].weight.name}.{name}", np.concatenate(arrays, axis=-1))
+            packed[key] = add_initializer(graph, f"{linears[0].weight.name}.{name}", concatenated(arrays))
     return [packed[key] for key in keys]

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
 from ..graph.analysis import Linear, dims, linear, only_user, producer
+from ..graph.checkpoint_tensors import concatenated
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph
 from ..graph.rewrites import graph_rewrite
 
@@ -58,7 +59,7 @@ def merge_products(model: ir.Model) -> int:
             groups.setdefault((id(product.graph), id(layer.x)), []).append((product, result, layer))
     count = 0
     for group in groups.values():
-        if len(group) > 1 and len({constant(layer.weight).shape[0] for *_, layer in group}) == 1:  # type: ignore[union-attr]
+        if len(group) > 1 and len({tuple(dims(layer.weight) or ())[:1] for *_, layer in group}) == 1:
             first, layers = group[0][0], [layer for *_, layer in group]
             _merge(first, layers, [result for _, result, _ in group])
             count += len(group)
@@ -80,16 +81,16 @@ def _result(product: ir.Node) -> ir.Value | None:
 def _merge(first: ir.Node, layers: Sequence[Linear], results: Sequence[ir.Value]) -> None:
     """Compute layers with the same input as one product, inserted before the node `first`."""
     new, x = NewNodes(root_graph(first), str(first.name)), layers[0].x
-    weights = [array for layer in layers if (array := constant(layer.weight)) is not None]
+    weights = [tensor for layer in layers if (tensor := ir.convenience.get_const_tensor(layer.weight)) is not None]
     biases = [constant(layer.bias) for layer in layers]
-    widths = [weight.shape[1] for weight in weights]
+    widths = [int(weight.shape[1]) for weight in weights]
     assert x.shape is not None
     kind = {"dtype": first.outputs[0].dtype, "shape": [*x.shape[:2], sum(widths)]}
-    weight = add_initializer(new.graph, f"{first.name}.merged", np.concatenate(weights, axis=1))
+    weight = add_initializer(new.graph, f"{first.name}.merged", concatenated(weights))
     merged = new.op("MatMul", x, weight, name=f"{first.name}.product", **kind)
     if any(bias is not None for bias in biases):
         parts = [
-            bias if bias is not None else np.zeros(width, weights[0].dtype)
+            bias if bias is not None else np.zeros(width, weights[0].dtype.numpy())
             for bias, width in zip(biases, widths, strict=True)
         ]
         bias = add_initializer(new.graph, f"{first.name}.merged_bias", np.concatenate(parts))

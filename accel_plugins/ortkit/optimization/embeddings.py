@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..graph.analysis import dims, producer
-from ..graph.editing import MICROSOFT, NewNodes, constant, nodes, replace_value, root_graph
+from ..graph.editing import MICROSOFT, NewNodes, constant, is_constant, nodes, replace_value, root_graph
 from ..graph.rewrites import graph_rewrite
 
 _INT32 = ir.DataType.INT32
@@ -87,12 +87,13 @@ def _terms(value: ir.Value | None) -> list[ir.Value]:
 
 
 def _is_lookup(gather: ir.Node, norm: ir.Node) -> bool:
-    table, scale = constant(gather.inputs[0]), constant(norm.inputs[1])
+    table, scale = gather.inputs[0], constant(norm.inputs[1])
+    sizes = dims(table) or []
     return (
-        table is not None
+        is_constant(table)
         and scale is not None
-        and table.ndim == 2
-        and table.shape[1] == scale.size
+        and len(sizes) == 2
+        and sizes[1] == scale.size
         and gather.attributes.get_int("axis", 0) == 0
     )
 

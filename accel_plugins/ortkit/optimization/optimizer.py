@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import onnx_ir as ir
 
 from accel.artifact import Artifact, Step, tool_versions
 from accel.capture import quiet
@@ -40,6 +42,32 @@ class OrtOptimizer:
         """Write an artifact with the optimized graphs; see `accel.interfaces.protocols.Optimizer`. Takes seconds.
 
         Raises:
+            As `rewrite`.
+        """
+        models = load_graphs(artifact)
+        step, dtype = self.rewrite(artifact, models, config=config, calibration=calibration)
+        return write_artifact(artifact, models, out, step=step, dtype=dtype)
+
+    def rewrite(
+        self,
+        artifact: Artifact,
+        models: Mapping[str, ir.Model],
+        *,
+        config: OptimizeConfig,
+        calibration: Iterable[Feeds] | None = None,
+    ) -> tuple[Step, str | None]:
+        """Optimize the graphs of an artifact in place.
+
+        Args:
+            artifact: The artifact; its folder is not read, except for a conversion to half precision.
+            models: The graphs by component name.
+            config: Optimization settings.
+            calibration: Inputs for the conversion to half precision.
+
+        Returns:
+            The record of the step, and the new data type of the graphs, or `None` if it is unchanged.
+
+        Raises:
             ConfigError: A fusion does not exist, or the caller passes calibration data that no fusion uses.
             OptimizeError: The artifact is quantized and the target's fusions do not support that, or half precision is
                 requested for an artifact that is not float32.
@@ -56,7 +84,6 @@ class OrtOptimizer:
                 f"The optimization level {config.level} has no use for calibration data: only the conversion to half precision uses it.",
                 fix="leave calibration=... (--calibration) out, or use level O4.",
             )
-        models = load_graphs(artifact)
         counts: Counter[str] = Counter()
         report: dict[str, Any] = {}
         nodes_before = nodes_after = 0
@@ -83,7 +110,7 @@ class OrtOptimizer:
             versions=tool_versions("onnx_ir", "onnxscript", "onnxruntime", "onnxruntime-gpu"),
             report=report,
         )
-        return write_artifact(artifact, models, out, step=step, dtype=dtype)
+        return step, dtype
 
     def _half(self, artifact: Artifact, names: list[str]) -> str | None:
         """Return the half-precision type to convert to; `None` if no type is requested or the artifact already has the type.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..graph.analysis import dims
-from ..graph.editing import MICROSOFT, constant, nodes, replace_value, root_graph, scalar
+from ..graph.editing import MICROSOFT, is_constant, nodes, replace_value, root_graph, scalar
 from ..graph.rewrites import graph_rewrite
 
 _TOKENWISE = {
@@ -58,12 +58,12 @@ def token_inputs(node: ir.Node, *, more_outputs: bool = False) -> list[int]:
     for position in _TOKENWISE.get((node.domain, node.op_type), ()):
         value = node.inputs[position] if position < len(node.inputs) else None
         sizes = dims(value)
-        if value is None or (constant(value) is not None and len(sizes or ()) <= 1):
+        if value is None or (is_constant(value) and len(sizes or ()) <= 1):
             continue
         if sizes is None or len(sizes) != 3:
             return []
         positions.append(position)
-    if node.op_type == "MatMul" and (constant(node.inputs[1]) is None or len(dims(node.inputs[1]) or ()) != 2):
+    if node.op_type == "MatMul" and (not is_constant(node.inputs[1]) or len(dims(node.inputs[1]) or ()) != 2):
         return []
     if node.op_type == "LayerNormalization" and node.attributes.get_int("axis", -1) not in (-1, 2):
         return []

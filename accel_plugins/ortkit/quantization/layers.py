@@ -11,10 +11,24 @@ import onnx_ir as ir
 from accel.config import matched_layers
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 
-from ..graph.analysis import producer
-from ..graph.editing import constant, identity, layer_name, nodes
+from ..graph.analysis import dims, producer
+from ..graph.checkpoint_tensors import CheckpointPart, CheckpointTensor
+from ..graph.editing import constant, identity, is_constant, layer_name, nodes
 
 OPERATORS = ("MatMul", "Gemm")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMatrix:
+    """The parameters in a checkpoint of which a layer's matrix `(inner, outer)` consists.
+
+    Attributes:
+        parts: The parts `(inner, columns)` of the matrix, and the columns of each part.
+        factor: The number by which the layer multiplies the parameters.
+    """
+
+    parts: tuple[tuple[CheckpointPart, slice], ...]
+    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +62,34 @@ class QuantizableLayer:
             self.node.op_type == "Gemm" and (attributes.get_int("transB", 0), attributes.get_float("alpha", 1.0)),
         )
 
+    def checkpoint(self) -> CheckpointMatrix | None:
+        """Return where the matrix is in the checkpoint, or `None` if the graph contains its values."""
+        stored = _stored(self.node.inputs[1])
+        tensor = None if stored is None else ir.convenience.get_const_tensor(stored[0])
+        if not isinstance(tensor, CheckpointTensor):
+            return None
+        parts, position = [], 0
+        is_gemm = self.node.op_type == "Gemm"
+        flipped = (stored is not None and stored[1]) != (is_gemm and bool(self.node.attributes.get_int("transB", 0)))
+        for part in tensor.parts:
+            view = part.view if isinstance(part, CheckpointPart) else part
+            view = view.T if flipped else view
+            rows, position = slice(position, position + view.shape[1]), position + view.shape[1]
+            if isinstance(part, CheckpointPart):
+                parts.append((CheckpointPart(part.weight, view), rows))
+        return CheckpointMatrix(tuple(parts), self.node.attributes.get_float("alpha", 1.0) if is_gemm else 1.0)
+
     def weight(self) -> np.ndarray:
         """Return the matrix `(inner, outer)`, read from disk.
 
         Raises:
             QuantizeError: The matrix contains infinity or NaN.
         """
-        array = _matrix(self.node.inputs[1])
+        stored = _stored(self.node.inputs[1])
+        assert stored is not None
+        array = constant(stored[0])
         assert array is not None
+        array = array.T if stored[1] else array
         if not _is_finite(array):
             raise QuantizeError(
                 f"The weight of the layer {self.name} contains infinite or NaN values, which cannot be quantized.",
@@ -91,7 +125,7 @@ def find_layers(model: ir.Model, operators: Sequence[str] | None = None) -> list
     layers = []
     for node in nodes(model, *(OPERATORS if operators is None else operators)):
         weight = node.inputs[1]
-        if weight is None or weight.shape is None or weight.shape.rank() != 2 or _matrix(weight) is None:
+        if weight is None or weight.shape is None or weight.shape.rank() != 2 or _stored(weight) is None:
             continue
         if node.op_type == "Gemm" and node.attributes.get_int("transA", 0):
             continue
@@ -105,18 +139,19 @@ def constant_key(value: ir.Value | None) -> object:
     return identity(ir.convenience.get_const_tensor(value))
 
 
-def _matrix(value: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a constant matrix, or of a transposed constant matrix (an output layer with tied embeddings).
+def _stored(value: ir.Value | None) -> tuple[ir.Value, bool] | None:
+    """Return the constant that contains a matrix, and whether a node transposes it (an output layer with tied embeddings).
 
-    Return `None` for other values.
+    Return `None` for values that are not constant. The constant is not read.
     """
-    array = constant(value)
-    transpose = producer(value, "Transpose") if array is None else None
-    if transpose is None:
-        return array
-    source = constant(transpose.inputs[0])
+    if value is not None and is_constant(value):
+        return value, False
+    transpose = producer(value, "Transpose")
+    source = transpose.inputs[0] if transpose is not None else None
+    if transpose is None or source is None or not is_constant(source):
+        return None
     flipped = list(transpose.attributes.get_ints("perm", [1, 0])) == [1, 0]
-    return source.T if source is not None and source.ndim == 2 and flipped else None
+    return (source, True) if flipped and len(dims(source) or ()) == 2 else None
 
 
 def _is_finite(matrix: np.ndarray) -> bool:

@@ -97,8 +97,34 @@ class GraphQuantizer(ABC):
 
         Takes seconds, plus the time of calibration.
         """
-        preset, report = self._start(artifact, config, calibration)
         models = load_graphs(artifact)
+        step, record = self.rewrite(artifact, models, config=config, calibration=calibration)
+        return write_artifact(artifact, models, out, step=step, quantization=record)
+
+    def rewrite(
+        self,
+        artifact: Artifact,
+        models: Mapping[str, ir.Model],
+        *,
+        config: QuantizeConfig,
+        calibration: Batches | None = None,
+    ) -> tuple[Step, Quantization]:
+        """Quantize the graphs of an artifact in place.
+
+        Args:
+            artifact: The artifact; its folder is only read for calibration.
+            models: The graphs by component name.
+            config: Quantization settings.
+            calibration: Inputs for schemes that need the ranges of activations.
+
+        Returns:
+            The record of the step, and the record of the quantization.
+
+        Raises:
+            ConfigError: Settings contradict each other, or this quantizer does not support them.
+            QuantizeError: The artifact cannot be quantized, or calibration data is missing.
+        """
+        preset, report = self._start(artifact, config, calibration)
         operators = None if config.operators is None else [name for name in config.operators if name in OPERATORS]
         layers = {name: find_layers(model, operators) for name, model in models.items()}
         # A pattern must match a layer of any graph, not of every graph, so check all graphs together. Some graphs have
@@ -146,7 +172,7 @@ class GraphQuantizer(ABC):
         record = Quantization(
             scheme=config.scheme, preset=preset, excluded=tuple(excluded), calibration=report.get("calibration")
         )
-        return write_artifact(artifact, models, out, step=step, quantization=record)
+        return step, record
 
     @abstractmethod
     def _start(

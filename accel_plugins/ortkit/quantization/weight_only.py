@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import torch
 
-from ..graph.editing import MICROSOFT, NewNodes, add_initializer, root_graph
+from ..graph.editing import MICROSOFT, NewNodes, add_initializer, nodes, read_graph, root_graph, serialized
 from .integer import finish
 from .layers import QuantizableLayer
 
@@ -28,6 +30,10 @@ _LEAST = np.float32(1e-37)
 _TOGETHER = 2**18
 # Largest number of threads. Each thread has buffers of about 2.5 MB.
 _MOST_THREADS = 16
+
+
+CHECKPOINT = "accel.checkpoint"
+"""Key in the `meta` of the first constant of a quantized weight. The value is a `CheckpointMatrix`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +310,7 @@ def quantize_weights(
     for layer, width in zip(layers, bits, strict=True):
         key = (id(root_graph(layer.node)), layer.weight_key, width)
         if key not in stored:
-            weight = layer.weight()
+            checkpoint, weight = layer.checkpoint(), layer.weight()
             blocks = quantize_blocks(
                 weight,
                 bits=width,
@@ -315,6 +321,8 @@ def quantize_weights(
             is_integer = blocks.zero_points.dtype == np.uint8
             zeros = pack(blocks.zero_points, width) if is_integer else blocks.zero_points
             constants = add_blocks(layer, blocks.packed, blocks.scales, None if symmetric else zeros)
+            if checkpoint is not None:
+                constants[0].meta[CHECKPOINT] = checkpoint
             stored[key] = (constants, weight.shape)
         constants, (inner, outer) = stored[key]
         put_blocks(layer, constants, inner=inner, outer=outer, bits=width, block_size=block_size)
@@ -366,3 +374,20 @@ def put_blocks(
     if int8_activations:
         sizes["accuracy_level"] = _INT8_ACCUMULATION
     finish(layer, new, new.op("MatMulNBits", layer.activation, *constants, domain=MICROSOFT, **sizes))
+
+
+def without_rounded_activations(path: Path, graph: bytes | None = None) -> bytes | None:
+    """Return a serialized graph in which kernels do not round the activations of block-wise quantized layers.
+
+    Args:
+        path: The graph file.
+        graph: The serialized graph, if it differs from the file.
+
+    Returns:
+        The graph, or `None` if it has no layer whose activations are rounded.
+    """
+    model = read_graph(path, None if graph is None else onnx.load_from_string(graph))
+    rounding = [n for n in nodes(model, "MatMulNBits", domain=MICROSOFT) if "accuracy_level" in n.attributes]
+    for node in rounding:
+        del node.attributes["accuracy_level"]
+    return serialized(model) if rounding else None

@@ -1,0 +1,265 @@
+"""Weights of a checkpoint that stay in their files: a weight is read when it is needed, and released afterwards.
+
+A model with streamed weights has float32 parameters without values: their memory contains only NaN, and all parameters share a few
+megabytes. A trace needs only shapes, strides and addresses. An exporter recognizes a parameter by its address, and reads the values with
+`StreamedWeight.read`. `weights_loaded` runs the PyTorch model: it reads the weights of each module for the time of its call. If other code
+uses a parameter, its result is NaN. So a weight that was not read cannot stay unnoticed.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import json
+import math
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..artifact.json_reading import read_json
+from ..errors import ExportError
+
+
+class StreamingError(ExportError):
+    """Raised when a model needs values of streamed weights for something other than a product of its own."""
+
+
+WeightReader = Callable[[], torch.Tensor]
+"""Function that returns a weight in float32, in the shape of its parameter."""
+
+# Smallest size of a streamed weight, as float32. Smaller weights are loaded at once.
+_STREAMED_BYTES = 1 << 16
+_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+# Number of bytes that are read and converted together; they fit into the processor's cache.
+_PART_BYTES = 1 << 21
+# Size of the memory that contains NaN.
+_SHARED_BYTES = 16 << 20
+_PAGE_BYTES = 1 << 12
+# Constants of Linux that Python's module mmap does not have.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedWeight:
+    """A weight in half precision in a safetensors file.
+
+    Attributes:
+        name: Name of the weight in the checkpoint.
+        file: The file.
+        offset: Position of the first byte in the file.
+        dtype: Data type in the file.
+        shape: Shape of the weight.
+        address: Address of the parameter's memory, which contains NaN.
+    """
+
+    name: str
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    address: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameter in float32, in bytes."""
+        return math.prod(self.shape) * 4
+
+    def read(self) -> torch.Tensor:
+        """Read the weight from its file into new memory, and convert it to float32.
+
+        The file is not memory-mapped, so its pages do not count as memory of this process. Takes about 0.4 ns for each value if the file is
+        in the cache of the operating system.
+        """
+        values = empty_weight(math.prod(self.shape))
+        raw = bytearray(min(_PART_BYTES, self.nbytes // 2))
+        halves = torch.frombuffer(raw, dtype=self.dtype)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for begin in range(0, len(values), len(halves)):
+                count = min(len(halves), len(values) - begin)
+                _fill(file, memoryview(raw)[: 2 * count], self.file)
+                values[begin : begin + count] = halves[:count]
+        return values.view(self.shape)
+
+
+def empty_weight(count: int) -> torch.Tensor:
+    """Return memory for `count` float32 values that the operating system gets back as soon as the tensor is deleted.
+
+    Memory from `malloc` stays in the process after weights of different sizes were read one after another.
+    """
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(4 * count, 1)), np.float32, count))
+
+
+def _fill(file: Any, buffer: memoryview, path: Path) -> None:
+    """Read bytes until the buffer is full."""
+    while buffer:
+        count = file.readinto(buffer)
+        if not count:
+            raise OSError(f"{path} is shorter than its header says")
+        buffer = buffer[count:]
+
+
+class StreamedWeights:
+    """The weights of one checkpoint, of which the large ones in half precision are streamed.
+
+    Attributes:
+        state_dict: Tensors by name, for `from_pretrained(None, state_dict=...)`.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        from safetensors import safe_open
+
+        self.state_dict: dict[str, torch.Tensor] = {}
+        large: list[tuple[str, Path, int, torch.dtype, tuple[int, ...]]] = []
+        for path in files:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name, (dtype, shape, offset) in _header(path).items():
+                    if dtype in _HALVES and math.prod(shape) * 4 >= _STREAMED_BYTES:
+                        large.append((name, path, offset, _HALVES[dtype], shape))
+                    else:
+                        # A copy, because the file is closed.
+                        self.state_dict[name] = file.get_tensor(name).clone()
+        sizes = [-(-math.prod(shape) * 4 // _PAGE_BYTES) * _PAGE_BYTES for *_, shape in large]
+        memory = _not_a_number(sum(sizes)) if sizes else None
+        self._weights: list[StreamedWeight] = []
+        position = 0
+        for (name, path, offset, dtype, shape), size in zip(large, sizes, strict=True):
+            values = np.frombuffer(memory, np.float32, math.prod(shape), position).reshape(shape)
+            tensor = self.state_dict[name] = torch.from_numpy(values)
+            self._weights.append(StreamedWeight(name, path, offset, dtype, shape, tensor.data_ptr()))
+            position += size
+        self._addresses = [weight.address for weight in self._weights]
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def at(self, address: int) -> StreamedWeight | None:
+        """Return the streamed weight whose memory contains an address, or `None`."""
+        weight = self._weights[bisect.bisect_right(self._addresses, address) - 1] if self._weights else None
+        return weight if weight is not None and 0 <= address - weight.address < weight.nbytes else None
+
+    def of(self, model: torch.nn.Module) -> dict[str, StreamedWeight]:
+        """Return the streamed weights of a model by parameter name; a shared parameter is listed under each of its names."""
+        weights = {name: self.at(p.data_ptr()) for name, p in model.named_parameters(remove_duplicate=False)}
+        return {name: weight for name, weight in weights.items() if weight is not None}
+
+    @contextmanager
+    def loaded(self, model: torch.nn.Module) -> Iterator[None]:
+        """Read the weights of each module of a model for the time of its call, while the context is open."""
+        with weights_loaded(model, {name: weight.read for name, weight in self.of(model).items()}):
+            yield
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Check that all parameters of a model are streamed or have values.
+
+        Raises:
+            StreamingError: A parameter was computed from streamed weights, which have no values.
+        """
+        for name, parameter in model.named_parameters():
+            if self.at(parameter.data_ptr()) is None and parameter.is_floating_point() and parameter.isnan().any():
+                raise StreamingError(
+                    f"The weight {name} cannot be streamed, because loading the model computes it from other weights.",
+                    fix="export, optimize and quantize the model with three commands.",
+                )
+
+
+def streamed_weights(folder: Path) -> StreamedWeights | None:
+    """Return the weights of a transformers folder for streaming.
+
+    Return `None` if weights cannot be streamed or nothing is gained: on systems other than Linux, for checkpoints that are not in
+    safetensors files, and for checkpoints without large weights in half precision.
+    """
+    files = _files(folder)
+    if sys.platform != "linux" or not files:
+        return None
+    weights = StreamedWeights(files)
+    return weights if len(weights) else None
+
+
+def _files(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    names = sorted(set(read_json(index).get("weight_map", {}).values())) if index.is_file() else []
+    files = [folder / name for name in names]
+    # transformers reports missing files with its own error.
+    return files if all(file.is_file() for file in files) else []
+
+
+def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Return the data type, the shape and the position of each weight in a safetensors file, by name."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+    entries.pop("__metadata__", None)
+    return {n: (e["dtype"], tuple(e["shape"]), 8 + length + e["data_offsets"][0]) for n, e in entries.items()}
+
+
+def _not_a_number(size: int) -> mmap.mmap:
+    """Return writable memory of any size in which every float32 value is NaN. It uses 16 MB.
+
+    The same 16 MB are mapped again and again. A write changes only a private copy of a page.
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=protection)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_void_p
+    map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    descriptor = os.memfd_create("accel-not-a-number")
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(np.full(min(_SHARED_BYTES, size) // 4, np.nan, np.float32).tobytes())
+        for begin in range(0, size, _SHARED_BYTES):
+            length = min(_SHARED_BYTES, size - begin)
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+            if map_memory(address + begin, length, protection, flags, descriptor, 0) != address + begin:
+                raise OSError(ctypes.get_errno(), "The memory for streamed weights cannot be reserved")
+    finally:
+        os.close(descriptor)
+    return reserved
+
+
+@contextmanager
+def weights_loaded(model: torch.nn.Module, readers: Mapping[str, WeightReader]) -> Iterator[None]:
+    """Read the weights of each module for the time of its call, while the context is open.
+
+    Args:
+        model: The model.
+        readers: Readers of weights by parameter name. Other parameters keep their values. If modules share a parameter, each module uses
+            the reader of its own name.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+
+    def load(module: torch.nn.Module, names: Mapping[str, WeightReader]) -> None:
+        for name, read in names.items():
+            parameter = getattr(module, name)
+            if id(parameter) not in loaded:
+                loaded[id(parameter)] = parameter.data
+                parameter.data = read()
+
+    def release(module: torch.nn.Module, names: Mapping[str, WeightReader]) -> None:
+        for name in names:
+            parameter = getattr(module, name)
+            if id(parameter) in loaded:
+                parameter.data = loaded.pop(id(parameter))
+
+    with ExitStack() as hooks:
+        for prefix, module in model.named_modules():
+            names = (name for name, _ in module.named_parameters(recurse=False))
+            paths = {name: f"{prefix}.{name}" if prefix else name for name in names}
+            own = {name: readers[path] for name, path in paths.items() if path in readers}
+            if own:
+                before = module.register_forward_pre_hook(lambda module, _, own=own: load(module, own))
+                after = module.register_forward_hook(lambda module, *_, own=own: release(module, own), always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+        yield

@@ -1,0 +1,138 @@
+"""Quantized weights of an artifact, read from its files as float32 values of the PyTorch model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from accel.artifact import Artifact
+from accel.capture import Source, StreamedWeight, WeightReader, empty_weight
+
+from ..graph.checkpoint_tensors import CheckpointPart
+from ..graph.editing import MICROSOFT, load_graphs, nodes
+from ..quantization.weight_only import CHECKPOINT
+
+# Number of weights that a thread computes together; they fit into its cache.
+_TOGETHER = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """The constants of a block-wise quantized weight, in a file.
+
+    Attributes:
+        packed: `(outer, blocks, block_size * bits / 8) uint8`.
+        scales: `(outer, blocks) float32`.
+        zero_points: `(outer, blocks)`, packed uint8 or float32; `None` for the middle of the integer range.
+        bits: The number of bits, 4 or 8.
+        inner: The number of weights in a row.
+    """
+
+    packed: ir.ExternalTensor
+    scales: ir.ExternalTensor | ir.Tensor
+    zero_points: ir.ExternalTensor | ir.Tensor | None
+    bits: int
+    inner: int
+
+    def read(self, rows: slice) -> np.ndarray:
+        """Return rows of the weight `(rows, inner) float32`, as the kernel computes with them."""
+        packed, scales = _rows(self.packed, rows), _rows(self.scales, rows)
+        count, blocks = scales.shape[:2] if scales.ndim > 1 else (len(packed), packed.shape[1])
+        scales = scales.reshape(count, blocks, 1)
+        size = packed.shape[-1] * 8 // self.bits
+        zeros: np.ndarray = np.full((1, 1, 1), 2 ** (self.bits - 1), np.float32)
+        if self.zero_points is not None:
+            zeros = _unpacked(_rows(self.zero_points, rows), self.bits).reshape(count, -1)[:, :blocks, None]
+        values = empty_weight(count * blocks * size).numpy().reshape(count, blocks, size)
+        # Both nibbles of a byte become two float32 numbers, which are copied as one number of 8 bytes.
+        pairs = np.array([(byte & 15, byte >> 4) for byte in range(256)], np.float32).view(np.float64).reshape(-1)
+
+        def work(start: int) -> None:
+            part = slice(start, start + step)
+            if self.bits == 4:
+                np.take(pairs, packed[part], out=values[part].view(np.float64), mode="clip")
+            else:
+                values[part] = packed[part]
+            values[part] -= zeros[part] if len(zeros) > 1 else zeros
+            values[part] *= scales[part]
+
+        step = max(_TOGETHER // (blocks * size), 1)
+        with ThreadPoolExecutor(max(torch.get_num_threads(), 1)) as pool:
+            list(pool.map(work, range(0, count, step)))
+        return values.reshape(count, -1)[:, : self.inner]
+
+
+def _unpacked(values: np.ndarray, bits: int) -> np.ndarray:
+    """Return zero points as float32, `(rows, blocks)`."""
+    if values.dtype == np.float32 or bits == 8:
+        return values.astype(np.float32)
+    return np.stack([values & 15, values >> 4], axis=-1).astype(np.float32).reshape(len(values), -1)
+
+
+def _rows(tensor: ir.ExternalTensor | ir.Tensor, rows: slice) -> np.ndarray:
+    """Read rows of a constant. The file is not memory-mapped, so its pages do not count as memory of this process."""
+    shape = tuple(int(size) for size in tensor.shape)
+    if not isinstance(tensor, ir.ExternalTensor):
+        array: np.ndarray = tensor.numpy()[rows]
+        return array
+    dtype = np.dtype(tensor.dtype.numpy())
+    width = int(np.prod(shape[1:]))
+    count = rows.stop - rows.start
+    offset = (tensor.offset or 0) + rows.start * width * dtype.itemsize
+    return np.fromfile(tensor.path, dtype, count * width, offset=offset).reshape(count, *shape[1:])
+
+
+def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: Artifact) -> dict[str, WeightReader]:
+    """Return functions that read the quantized weights of an artifact, by parameter name of the PyTorch model.
+
+    Args:
+        source: The PyTorch model, with streamed weights.
+        models: The quantized graphs in memory, by component name. They contain which parameters a weight consists of.
+        artifact: The artifact with these graphs. Only its files are read.
+    """
+    products: dict[int, list[Callable[[np.ndarray], None]]] = {}
+    stored = load_graphs(artifact)
+    for name, model in models.items():
+        blocks = {
+            str(node.inputs[1].name): _stored(node) for node in nodes(stored[name], "MatMulNBits", domain=MICROSOFT)
+        }
+        for node in nodes(model, "MatMulNBits", domain=MICROSOFT):
+            checkpoint = node.inputs[1].meta.get(CHECKPOINT)
+            for part, rows in checkpoint.parts if checkpoint is not None else ():
+                put = partial(_put, part, blocks[str(node.inputs[1].name)], rows, checkpoint.factor)
+                products.setdefault(part.weight.address, []).append(put)
+    readers = {}
+    assert source.streamed is not None
+    for name, weight in source.streamed.of(source.model).items():
+        module = source.model.get_submodule(name.rpartition(".")[0])
+        if weight.address in products and not isinstance(module, torch.nn.Embedding):
+            readers[name] = partial(_read, weight, products[weight.address])
+    return readers
+
+
+def _read(weight: StreamedWeight, puts: list[Callable[[np.ndarray], None]]) -> torch.Tensor:
+    """Read a parameter: its values in the checkpoint, with the quantized values of all parts."""
+    values = weight.read()
+    for put in puts:
+        put(values.numpy())
+    return values
+
+
+def _put(part: CheckpointPart, blocks: StoredBlocks, rows: slice, factor: float, values: np.ndarray) -> None:
+    """Write the quantized values of a part of a parameter into the parameter's values."""
+    quantized = blocks.read(rows)
+    part.of(values)[...] = (quantized if factor == 1 else quantized / np.float32(factor)).T
+
+
+def _stored(node: ir.Node) -> StoredBlocks:
+    packed, scales, *zeros = (None if value is None else value.const_value for value in node.inputs[1:4])
+    attributes = node.attributes
+    return StoredBlocks(
+        packed, scales, zeros[0] if zeros else None, attributes.get_int("bits", 4), attributes.get_int("K")
+    )
