@@ -26,16 +26,19 @@ from .samples import pad_id
 from .tracer import first_lines
 
 
-def cases_by_part(source: Source, *, few: bool = False) -> dict[str, list[Case]]:
+def cases_by_part(
+    source: Source, *, parts: Sequence[Source] | None = None, few: bool = False
+) -> dict[str, list[Case]]:
     """Return the reference cases of all graphs of a model, by the name of the graph.
 
     Args:
         source: The model.
+        parts: The result of `split(source)`, if it is available.
         few: Whether a decoder gets two cases instead of four. If weights are streamed, each case reads all of them.
     """
     return {
         part.name: decoder_cases(source, part, few=few) if part.stateful else reference_cases(part)
-        for part in split(source)
+        for part in (split(source) if parts is None else parts)
     }
 
 

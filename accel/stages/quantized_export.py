@@ -124,8 +124,10 @@ def _check(
     readers: dict[str, capture.WeightReader] = {name: weight.read for name, weight in originals.items()}
     for name, read in result.weights.items():
         readers[name] = partial(_compared, name, originals[name], read, errors)
+    with source.streamed.without_values(source.model):
+        parts = capture.split(source)
     with capture.weights_loaded(source.model, readers):
-        cases = capture.cases_by_part(source, few=True)
+        cases = capture.cases_by_part(source, parts=parts, few=True)
     for name in result.weights.keys() - errors.keys():
         readers[name]()
     check_numbers(source, cases)

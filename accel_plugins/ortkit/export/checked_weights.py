@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +96,7 @@ def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: 
         models: The quantized graphs in memory, by component name. They contain which parameters a weight consists of.
         artifact: The artifact with these graphs. Only its files are read.
     """
-    products: dict[int, list[Callable[[np.ndarray], None]]] = {}
+    products: dict[int, list[_Product]] = {}
     stored = load_graphs(artifact)
     for name, model in models.items():
         blocks = {
@@ -105,8 +105,8 @@ def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: 
         for node in nodes(model, "MatMulNBits", domain=MICROSOFT):
             checkpoint = node.inputs[1].meta.get(CHECKPOINT)
             for part, rows in checkpoint.parts if checkpoint is not None else ():
-                put = partial(_put, part, blocks[str(node.inputs[1].name)], rows, checkpoint.factor)
-                products.setdefault(part.weight.address, []).append(put)
+                product = _Product(part, blocks[str(node.inputs[1].name)], rows, checkpoint.factor)
+                products.setdefault(part.weight.address, []).append(product)
     readers = {}
     assert source.streamed is not None
     for name, weight in source.streamed.of(source.model).items():
@@ -116,18 +116,38 @@ def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: 
     return readers
 
 
-def _read(weight: StreamedWeight, puts: list[Callable[[np.ndarray], None]]) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A quantized product with a part of a parameter.
+
+    Attributes:
+        part: The part, in the layout `(inner, rows)`.
+        blocks: The quantized weight.
+        rows: The rows of the quantized weight that belong to the part.
+        factor: The number by which the parameter was multiplied before it was quantized.
+    """
+
+    part: CheckpointPart
+    blocks: StoredBlocks
+    rows: slice
+    factor: float
+
+    def read(self) -> np.ndarray:
+        """Return the quantized values of the part, `(rows, inner)`."""
+        values = self.blocks.read(self.rows)
+        return values if self.factor == 1 else values / np.float32(self.factor)
+
+
+def _read(weight: StreamedWeight, products: list[_Product]) -> torch.Tensor:
     """Read a parameter: its values in the checkpoint, with the quantized values of all parts."""
+    flipped = products[0].part.view.T
+    if flipped.flags.c_contiguous and flipped.nbytes == weight.nbytes:
+        # The quantized weight is the complete parameter.
+        return torch.from_numpy(products[0].read()).view(weight.shape)
     values = weight.read()
-    for put in puts:
-        put(values.numpy())
+    for product in products:
+        product.part.of(values.numpy())[...] = product.read().T
     return values
-
-
-def _put(part: CheckpointPart, blocks: StoredBlocks, rows: slice, factor: float, values: np.ndarray) -> None:
-    """Write the quantized values of a part of a parameter into the parameter's values."""
-    quantized = blocks.read(rows)
-    part.of(values)[...] = (quantized if factor == 1 else quantized / np.float32(factor)).T
 
 
 def _stored(node: ir.Node) -> StoredBlocks:

@@ -83,7 +83,9 @@ class OnnxExporter:
         out: Path,
     ) -> QuantizedExport:
         """Write a quantized artifact; see `accel.interfaces.protocols.QuantizingExporter`."""
-        parts = split(source, OrtAttention())
+        assert source.streamed is not None
+        with source.streamed.without_values(source.model):
+            parts = split(source, OrtAttention())
         graphs, components = {}, []
         for part in parts:
             file = GRAPH if parts == (source,) else f"{part.name}.onnx"
