@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from ..artifact.manifest import Artifact, FastestRunSettings
 from ..artifact.resolved_model import ResolvedModel
-from ..config import ExportConfig, SessionOptions, available_processors
+from ..config import ExportConfig, QuantizeConfig, SessionOptions, available_processors
 from ..errors import BackendUnavailableError, ConfigError, InputError
 from ..interfaces.specs import WEIGHTS, BackendSpec, DeviceSpec, Probe, Reason
 from . import registry
 from .buckets import why_unpadded
 from .registry import Inventory
-from .stage_backend_selection import StagePlan, missing_domains, plan_stage
+from .stage_backend_selection import SchemePlan, StagePlan, missing_domains, plan_scheme, plan_stage
 
 # Fields of `SessionOptions` that an artifact's manifest may set. Numbers of threads are limited to the processors of
 # this machine.
@@ -100,6 +100,7 @@ class Plan:
         run: The run settings that the manifest records, if the plan uses them.
         options: Options of the sessions; the caller's options until there is an artifact.
         provider_options: Vendor-specific options for the device.
+        quantization: How the export is optimized and quantized; `None` if it is only exported.
         why_not: The error if no backend can run the model. The message contains the table.
     """
 
@@ -115,6 +116,7 @@ class Plan:
     run: FastestRunSettings | None = None
     options: SessionOptions = SessionOptions()
     provider_options: Mapping[str, object] = field(default_factory=dict)
+    quantization: SchemePlan | None = None
     why_not: BackendUnavailableError | None = None
 
     @property
@@ -126,6 +128,23 @@ class Plan:
     def task(self) -> str:
         """The task of the model."""
         return self.model.task
+
+    def quantized(self, quantization: str | QuantizeConfig) -> Plan:
+        """Return the plan with a quantization of the export.
+
+        Raises:
+            ConfigError: The plan exports nothing.
+            BackendUnavailableError: The backend has no such scheme.
+        """
+        self.check()
+        if self.exporter is None or self.artifact is not None or self.backend is None:
+            what = "contains an exported graph" if self.artifact is not None else "runs with PyTorch weights"
+            raise ConfigError(
+                f"quantization={quantization!r} is not possible: {self.model.folder} {what}, and from_pretrained quantizes only what it "
+                "exports.",
+                fix="quantize the artifact with `accel quantize MODEL OUT`, and load the folder OUT.",
+            )
+        return replace(self, quantization=plan_scheme(quantization, exporter=self.exporter, backend=self.backend.name))
 
     def check(self) -> None:
         """Raise if no backend can run the model.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import OptimizeConfig, QuantizeConfig
 from ..errors import BackendUnavailableError, ConfigError, PluginError, did_you_mean
 from ..interfaces.specs import WEIGHTS, BackendSpec, Capability, Reason, Stage
 from . import registry
@@ -124,6 +125,64 @@ def plan_stage(
         )
     with_scheme = f" with the scheme {scheme!r}.{did_you_mean(scheme, offered)}" if scheme else "."
     raise BackendUnavailableError(f"{problem}{with_scheme}", fix=fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemePlan:
+    """The backends and settings with which a model is exported, optimized and quantized.
+
+    Attributes:
+        exporter: The backend that exports.
+        quantizer: The backend that optimizes and quantizes.
+        optimize: Settings of the optimization; `None` for no optimization, or if the backend has no optimization levels.
+        quantize: Settings of the quantization.
+    """
+
+    exporter: StagePlan
+    quantizer: StagePlan
+    optimize: OptimizeConfig | None
+    quantize: QuantizeConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that decide what the artifact contains."""
+        optimized = None if self.optimize is None else self.optimize.to_dict()
+        return {"backend": self.quantizer.backend.name, "optimize": optimized, "quantize": self.quantize.to_dict()}
+
+    @property
+    def is_one_pass(self) -> bool:
+        """Whether the backend can do everything in one pass."""
+        # Approximations (O3) change the outputs by more than the tolerance for float32.
+        exact = self.optimize is None or self.optimize.level in ("O1", "O2")
+        same = self.exporter.backend == self.quantizer.backend
+        return same and exact and self.quantize.scheme in self.exporter.capability.schemes
+
+
+def plan_scheme(
+    quantization: str | QuantizeConfig, *, exporter: StagePlan, backend: str | None = None, level: str | None = "O2"
+) -> SchemePlan:
+    """Choose the backend that optimizes and quantizes an export.
+
+    Args:
+        quantization: Quantization scheme, or all settings of a quantization.
+        exporter: The backend that exports.
+        backend: Name of the backend that optimizes and quantizes; the default backend for the format of the export when `None`.
+        level: Optimization level, for backends that have it; `None` for no optimization.
+
+    Raises:
+        BackendUnavailableError: The backend has no such scheme.
+        ConfigError: The backend has optimization levels, and `level` is another one.
+    """
+    config = QuantizeConfig(scheme=quantization) if isinstance(quantization, str) else quantization
+    format = str(exporter.capability.produces)
+    quantizer = plan_stage("quantize", format, backend, scheme=config.scheme)
+    levels = quantizer.backend.capability("optimize", format)
+    if level is not None and levels is not None and level not in levels.schemes:
+        raise ConfigError(
+            f"The backend {quantizer.backend.name!r} has no optimization level {level!r}.",
+            fix=f"use one of {', '.join(levels.schemes)}, or `none`.",
+        )
+    optimized = OptimizeConfig.merged(None, {"level": level}) if level is not None and levels is not None else None
+    return SchemePlan(exporter=exporter, quantizer=quantizer, optimize=optimized, quantize=config)
 
 
 def _format(capability: Capability) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ from .samples import pad_id
 from .tracer import first_lines
 
 
-def cases_by_part(
-    source: Source, *, parts: Sequence[Source] | None = None, few: bool = False
-) -> dict[str, list[Case]]:
+def cases_by_part(source: Source, *, parts: Sequence[Source] | None = None, few: bool = False) -> dict[str, list[Case]]:
     """Return the reference cases of all graphs of a model, by the name of the graph.
 
     Args:
@@ -50,7 +49,7 @@ def decoder_cases(source: Source, part: Source, *, few: bool = False) -> list[Ca
     """
     cases = []
     plans: list[tuple[int, tuple[int, ...]]] = [(1, (4, 3, 1)), (3, (9, 1, 1)), (2, (1, 1)), (1, (40, 1))]
-    plans = [(3, (9, 3, 1)), (1, (40, 1))] if few else plans
+    plans = [(2, (9, 3, 1)), (1, (20, 1))] if few else plans
     image = _Image.of(source, part)
     if image is not None:
         plans.append((1, (len(image.features) + 5, 1)))

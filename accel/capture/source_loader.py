@@ -280,10 +280,12 @@ def _load_streamed(
     def load(_: Path, **settings: Any) -> Any:
         return concrete.from_pretrained(None, state_dict=streamed.state_dict, **settings)
 
-    model: Any = _load_complete(load, folder, spec, config=model_config, dtype=torch.float32)
+    model = _load_complete(load, folder, spec, config=model_config, dtype=torch.float32)
     streamed.check(model)
     with contextlib.suppress(OSError):
-        model.generation_config = type(model.generation_config).from_pretrained(folder)
+        settings: Any = getattr(model, "generation_config", None)
+        if settings is not None:
+            model.generation_config = type(settings).from_pretrained(folder)
     return model
 
 

@@ -126,14 +126,14 @@ class StreamedWeights:
         large: list[tuple[str, Path, int, torch.dtype, tuple[int, ...]]] = []
         for path in files:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name, (dtype, shape, offset) in _header(path).items():
-                    if dtype in _HALVES and math.prod(shape) * 4 >= _STREAMED_BYTES:
-                        large.append((name, path, offset, _HALVES[dtype], shape))
+                for name, (kind, shape, offset) in _header(path).items():
+                    if kind in _HALVES and math.prod(shape) * 4 >= _STREAMED_BYTES:
+                        large.append((name, path, offset, _HALVES[kind], shape))
                     else:
                         # A copy, because the file is closed.
                         self.state_dict[name] = file.get_tensor(name).clone()
         sizes = [-(-math.prod(shape) * 4 // _PAGE_BYTES) * _PAGE_BYTES for *_, shape in large]
-        memory = _not_a_number(sum(sizes)) if sizes else None
+        memory = _not_a_number(sum(sizes)) if sizes else b""
         self._weights: list[StreamedWeight] = []
         position = 0
         for (name, path, offset, dtype, shape), size in zip(large, sizes, strict=True):

@@ -24,7 +24,7 @@ from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..config import SessionOptions, checked_arguments
+from ..config import QuantizeConfig, SessionOptions, checked_arguments
 from ..errors import AccelError, ArtifactNotFoundError, ConfigError, IntegrityError, TaskError
 from ..interfaces.fork_safety import at_fork, never_destroyed
 from ..interfaces.protocols import Session
@@ -130,6 +130,7 @@ class ORTModel(ModuleInterface, Saveable):
         trust_remote_code: bool = False,
         gguf_file: str | None = None,
         use_cache: bool | None = None,
+        quantization: str | QuantizeConfig | None = None,
         **export_settings: Any,
     ) -> Self:
         """Load a model from a Hub id, a transformers folder, an artifact, a plain ONNX folder, or a GGUF file.
@@ -154,6 +155,8 @@ class ORTModel(ModuleInterface, Saveable):
             file_name: File name of the graph in a plain ONNX folder. If the model has several graphs, the name of any of them.
             variant: Suffix of the graph file names, as in transformers.js folders: `quantized`, `q4`, `fp16`, ...
             use_cache: Default of `generate`'s `use_cache`, for generating models; by default, the KV cache is used.
+            quantization: Scheme or settings of a quantization that needs no calibration data (`"weight-int4"`), for a model that is
+                exported. The export is optimized (level O2) and quantized, and the result is kept under `ACCEL_HOME`.
             **export_settings: Fields of `ExportConfig`, for a model that is exported. transformers' `device_map`, `dtype="auto"`
                 and `attn_implementation` are accepted if they are valid for a graph; see `without_other_arguments`.
 
@@ -169,7 +172,7 @@ class ORTModel(ModuleInterface, Saveable):
             provider_options=provider_options, session_options=session_options, task=task, config=config, subfolder=subfolder,
             file_name=file_name, variant=variant, revision=revision, token=token, cache_dir=cache_dir,
             local_files_only=local_files_only, trust_remote_code=trust_remote_code, gguf_file=gguf_file, use_cache=use_cache,
-            **export_settings,
+            quantization=quantization, **export_settings,
         )  # fmt: skip
         return cls.from_plan(cls.plan(model_id, arguments), config=arguments.config, use_cache=arguments.use_cache)
 
@@ -190,7 +193,8 @@ class ORTModel(ModuleInterface, Saveable):
                 f"The artifact {model_id} was exported for the task {resolved.task!r}, not for {task_specs[0].name!r}.",
                 fix=f"leave task out, or export the original model again with `--task {task_specs[0].name}`.",
             )
-        return make_plan(resolved, arguments.settings, arguments.export_config)
+        plan = make_plan(resolved, arguments.settings, arguments.export_config)
+        return plan if arguments.quantization is None else plan.quantized(arguments.quantization)
 
     @classmethod
     def from_plan(cls, plan: Plan, *, config: Any = None, use_cache: bool | None = None) -> Self:

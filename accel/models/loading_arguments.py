@@ -14,7 +14,7 @@ from ..artifact.hub import HubOptions
 from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.plan import RunPreferences
-from ..config import ExportConfig, SessionOptions, check_names
+from ..config import ExportConfig, QuantizeConfig, SessionOptions, check_names
 from ..errors import ConfigError, did_you_mean
 from ..stages.resolution import resolve
 
@@ -30,6 +30,7 @@ class LoadingArguments:
         hub: Options of the Hub download, such as revision and token.
         settings: Backend, device and session options.
         export_config: Export settings.
+        quantization: Quantization of the export.
         file_name, variant, export: Same as in `from_pretrained`.
         config, use_cache: Same as in `from_pretrained`.
     """
@@ -38,6 +39,7 @@ class LoadingArguments:
     hub: HubOptions
     settings: RunPreferences
     export_config: ExportConfig
+    quantization: str | QuantizeConfig | None
     file_name: str | None
     variant: str | None
     export: bool | None
@@ -66,6 +68,7 @@ def read_arguments(
     file_name: str | None = None,
     variant: str | None = None,
     use_cache: bool | None = None,
+    quantization: str | QuantizeConfig | None = None,
     **others: Any,
 ) -> LoadingArguments:
     """Read the arguments of `from_pretrained`; `others` contains Hub options and export settings.
@@ -86,6 +89,7 @@ def read_arguments(
             options=session_options_of(session_options),
         ),
         export_config=export_config_of(settings),
+        quantization=quantization,
         file_name=file_name,
         variant=variant,
         export=export,
@@ -215,8 +219,9 @@ def without_other_arguments(
     for name in _QUANTIZED_ON_LOADING:
         if left.pop(name, None):
             raise ConfigError(
-                f"{name} is not supported: from_pretrained does not quantize a model while it loads the model.",
-                fix="quantize the model first with `accel quantize MODEL OUT`, and load the folder OUT.",
+                f"{name} is not supported: it describes a quantization of PyTorch models.",
+                fix="pass quantization='weight-int4' or another scheme without calibration data. Or quantize the model with "
+                "`accel quantize MODEL OUT`, and load the folder OUT.",
             )
     device_map = left.pop("device_map", None)
     if isinstance(device_map, Mapping):

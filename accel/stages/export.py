@@ -24,8 +24,8 @@ from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.plan import Plan, RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..backends.stage_backend_selection import StagePlan, plan_stage
-from ..config import ExportConfig, check_names, checked_arguments
+from ..backends.stage_backend_selection import SchemePlan, StagePlan, plan_scheme, plan_stage
+from ..config import ExportConfig, QuantizeConfig, check_names, checked_arguments
 from ..errors import (
     ConfigError,
     ExportError,
@@ -67,6 +67,7 @@ def export(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    quantize: str | QuantizeConfig | None = None,
     **settings: Any,
 ) -> Artifact:
     """Export a model and compare the graph with PyTorch on five shapes. The output folder appears only if the
@@ -88,6 +89,8 @@ def export(
         axes: Names of the dynamic axes of `sample`, by input name and axis index.
         processor: Tokenizer or processor to save next to a module in memory.
         revision, token, cache_dir, subfolder, local_files_only, trust_remote_code, gguf_file: As in transformers.
+        quantize: Scheme or settings of a quantization that needs no calibration data, such as `"weight-int4"`. The artifact is then
+            optimized (level O2, for backends that have it) and quantized, as with `accel convert --scheme`.
         **settings: Fields of `ExportConfig`.
 
     Raises:
@@ -112,10 +115,14 @@ def export(
     )
     target = check_output(out, Path(model) if isinstance(model, str | os.PathLike) else None)
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
+    given = {"sample": sample, "axes": axes, "processor": processor}
     with capture.modes_kept(model):
-        return export_resolved(
-            resolved, target, plan=plan, config=config, sample=sample, axes=axes, processor=processor
-        )
+        if quantize is None:
+            return export_resolved(resolved, target, plan=plan, config=config, **given)
+        from .quantized_export import export_to_scheme
+
+        scheme = plan_scheme(quantize, exporter=plan, backend=backend)
+        return export_to_scheme(resolved, target, plan=scheme, config=config, **given)
 
 
 @capture.one_thread_at_a_time()
@@ -284,7 +291,9 @@ def load_source(
 ) -> capture.Source:
     """Load the PyTorch model and its sample inputs. The arguments are those of `export` and of `capture.load_source`."""
     model = resolved.module if resolved.module is not None else resolved.location
-    return capture.load_source(model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes, stream=stream)
+    return capture.load_source(
+        model, task=resolved.task, config=config, hub=resolved.hub, sample=sample, axes=axes, stream=stream
+    )
 
 
 def _check(
@@ -332,7 +341,9 @@ def with_artifact(plan: Plan) -> Plan:
     plan.check()
     if plan.exporter is None:
         return plan.with_artifact(weights_of(plan.model, plan.config))
-    return plan.with_artifact(cached_export(plan.model, plan.exporter, config=plan.config))
+    return plan.with_artifact(
+        cached_export(plan.model, plan.exporter, config=plan.config, quantization=plan.quantization)
+    )
 
 
 def folder_identity(artifact: Artifact) -> tuple[int, int] | None:
@@ -369,8 +380,13 @@ def source_digest(resolved: ResolvedModel) -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest() if len(parts) > 1 else parts[0]
 
 
-def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportConfig) -> Artifact:
-    """Export a model into `ACCEL_HOME`, or load a cached export with the same files, settings and package versions."""
+def cached_export(
+    resolved: ResolvedModel, plan: StagePlan, *, config: ExportConfig, quantization: SchemePlan | None = None
+) -> Artifact:
+    """Export a model into `ACCEL_HOME`, or load a cached export with the same files, settings and package versions.
+
+    With `quantization`, the export is also optimized and quantized.
+    """
     location = resolved.location
     key = {
         "source": source_digest(resolved),
@@ -380,6 +396,8 @@ def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportCon
         "versions": tool_versions("torch", "transformers", "onnxscript", "peft", "timm", *plan.backend.requires),
         "schema": SCHEMA_VERSION,
     }
+    if quantization is not None:
+        key["quantization"] = quantization.to_dict()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
     slug = Path(location.id).name.replace(" ", "_")[:60] or "model"
     folder = accel_home() / "exports" / f"{slug}-{digest}"
@@ -394,7 +412,12 @@ def cached_export(resolved: ResolvedModel, plan: StagePlan, *, config: ExportCon
     # The cached export is damaged, or an interrupted removal left parts of it.
     discard(folder)
     try:
-        artifact = export_resolved(resolved, folder, plan=plan, config=config)
+        if quantization is None:
+            artifact = export_resolved(resolved, folder, plan=plan, config=config)
+        else:
+            from .quantized_export import export_to_scheme
+
+            artifact = export_to_scheme(resolved, folder, plan=quantization, config=config)
     except OutputFolderError as error:
         if (folder / MANIFEST).is_file():
             # Another process exported the same model at the same time.

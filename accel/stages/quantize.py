@@ -60,7 +60,7 @@ def quantize(
         )
     target = check_output(out, artifact.path)
     plan = plan_stage("quantize", artifact.format, backend, scheme=config.scheme, domains=artifact.domains)
-    _check_settings(config, plan.backend)
+    check_settings(config, plan.backend)
     quantizer: Quantizer = plan.worker()
     started = time.perf_counter()
     with staging(target) as folder:
@@ -102,7 +102,7 @@ def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -
     return artifact
 
 
-def _check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
+def check_settings(config: QuantizeConfig, spec: BackendSpec) -> None:
     """Raise for settings that the scheme does not use, instead of ignoring them silently.
 
     Raises:

@@ -1,15 +1,17 @@
-"""Export, optimize and quantize a model in one pass, which reads each weight of the checkpoint when it is quantized.
+"""Export, optimize and quantize a model with one call, and write only the quantized artifact.
 
-The files are the same as those of the three stages, one after another. The check replaces those of the stages: the PyTorch model gets the
-quantized weights of the new files, and computes the same outputs as the graph within the tolerance for float32. Each quantized weight is
-also compared with the checkpoint.
+If the backend and the checkpoint allow it, this takes one pass, which reads each weight of the checkpoint when it is quantized. The files
+are the same as those of the three stages. One check replaces those of the stages: the PyTorch model gets the quantized weights of the new
+files, and its outputs are compared with those of the graph within the tolerance for float32. Each quantized weight is also compared with
+the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
 from ..artifact.atomic_folder_writing import copy_companions, staging
-from ..artifact.manifest import Artifact
+from ..artifact.manifest import ROW_DIFFERENCE, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.plan import RunPreferences, make_plan
 from ..backends.sessions import open_plan
-from ..backends.stage_backend_selection import StagePlan
-from ..config import ExportConfig, OptimizeConfig, QuantizeConfig
-from ..errors import ValidationError
+from ..backends.stage_backend_selection import SchemePlan
+from ..config import ExportConfig
+from ..errors import QuantizeError, ValidationError
 from ..interfaces.protocols import QuantizedExport, QuantizingExporter
-from .export import check_numbers, load_source, with_bounds
-from .graph_comparison import ROW_DIFFERENCE, compare, compare_rows, merged
+from .export import check_numbers, export_resolved, load_source, with_bounds
+from .graph_comparison import compare, compare_rows, merged
+from .optimize import optimize
+from .quantize import check_settings, quantize
 
 if TYPE_CHECKING:
     import torch
@@ -41,42 +45,70 @@ WEIGHT_ERROR = "weight_error"
 """Field in the manifest's record of the comparison: the largest relative error of a quantized weight."""
 
 
-def can_export_quantized(plan: StagePlan, optimize: OptimizeConfig | None, quantize: QuantizeConfig) -> bool:
-    """Return whether a backend can export, optimize and quantize in one pass with these settings."""
-    # Approximations (O3) change the outputs by more than the tolerance for float32.
-    return quantize.scheme in plan.capability.schemes and (optimize is None or optimize.level in ("O1", "O2"))
-
-
-@capture.one_thread_at_a_time()
-def export_quantized(
+def export_to_scheme(
     resolved: ResolvedModel,
     out: Path,
     *,
-    plan: StagePlan,
+    plan: SchemePlan,
     config: ExportConfig,
-    optimize: OptimizeConfig | None,
-    quantize: QuantizeConfig,
-) -> Artifact | None:
-    """Export, optimize and quantize a model in one pass.
+    calibration: Any = None,
+    quantizer: Callable[..., Artifact] = quantize,
+    **given: Any,
+) -> Artifact:
+    """Export, optimize and quantize a model, and write only the quantized artifact.
+
+    If one pass is not possible, the three stages run one after another, and each intermediate folder is removed as soon as the next is
+    written.
 
     Args:
         resolved: The model, which is already on this machine.
         out: The folder to create.
-        plan: The backend that exports, optimizes and quantizes; see `can_export_quantized`.
+        plan: The backends and settings.
         config: Settings of the export.
-        optimize: Settings of the optimization, or `None` for no optimization.
-        quantize: Settings of the quantization.
-
-    Returns:
-        The artifact, or `None` if the weights of this model cannot be read one after another. Nothing is written then.
+        calibration: Data for schemes that need activation ranges.
+        quantizer: The function that quantizes in the last stage; it decides which kinds of calibration data are accepted.
+        given: More arguments of `export_resolved`, for models in memory.
 
     Raises:
         ExportError: The model cannot be traced or converted.
-        QuantizeError: The quantization failed.
-        ValidationError: The graph differs from the PyTorch model with the quantized weights, or the weights differ from the checkpoint.
+        QuantizeError: The model is already quantized, the quantization failed, or calibration data is missing.
+        ValidationError: Outputs differ by more than the tolerance.
+    """
+    if plan.is_one_pass and calibration is None and not any(value is not None for value in given.values()):
+        check_settings(plan.quantize, plan.quantizer.backend)
+        artifact = _export_in_one_pass(resolved, out, plan, config)
+        if artifact is not None:
+            return artifact
+    with staging(out) as folder:
+        artifact = export_resolved(resolved, folder / "export", plan=plan.exporter, config=config, **given)
+        if artifact.manifest.quantization is not None:
+            raise QuantizeError(
+                f"{resolved.location.id if resolved.module is None else 'The model'} is already quantized (scheme "
+                f"{artifact.manifest.quantization.scheme}).",
+                fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
+            )
+        name = plan.quantizer.backend.name
+        if plan.optimize is not None:
+            artifact = optimize(artifact, folder / "optimized", backend=name, config=plan.optimize)
+            shutil.rmtree(folder / "export")
+        quantized = quantizer(
+            artifact, folder / "quantized", calibration=calibration, backend=name, config=plan.quantize
+        )
+        shutil.rmtree(artifact.path)
+        for path in quantized.path.iterdir():
+            path.rename(folder / path.name)
+        quantized.path.rmdir()
+    return Artifact(out, quantized.manifest)
+
+
+@capture.one_thread_at_a_time()
+def _export_in_one_pass(resolved: ResolvedModel, out: Path, plan: SchemePlan, config: ExportConfig) -> Artifact | None:
+    """Export, optimize and quantize a model in one pass.
+
+    Return `None` if the weights of this model cannot be read one after another. Nothing is written then.
     """
     started = time.perf_counter()
-    exporter = plan.worker()
+    exporter = plan.exporter.worker()
     if resolved.module is not None or not isinstance(exporter, QuantizingExporter):
         return None
     progress.report("loading the model", 0, 4)
@@ -89,12 +121,15 @@ def export_quantized(
             copy_companions(source.folder, folder, linked=True)
             progress.report("tracing, converting and quantizing", 1, 4)
             result = exporter.export_quantized(
-                source, task=source.task, config=config, optimize=optimize, quantize=quantize, out=folder
+                source, task=source.task, config=config, optimize=plan.optimize, quantize=plan.quantize, out=folder
             )
             result = replace(result, artifact=with_bounds(result.artifact, source))
-            validation = _check(source, result, plan.backend.name, config, resolved)
+            validation = _check(source, result, plan.exporter.backend.name, config, resolved)
             seconds = round(time.perf_counter() - started, 2)
             artifact = result.artifact.with_step(seconds=seconds, validation=validation)
+            logger.info(
+                "exported and quantized %s (%s) to %s in %.1f s", source.origin.id, plan.quantize.scheme, out, seconds
+            )
     except capture.StreamingError as error:
         logger.info("The weights of this model cannot be read one after another: %s", error.message)
         return None

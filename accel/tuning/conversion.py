@@ -18,9 +18,9 @@ from ..artifact.hub import HubOptions, as_folder
 from ..artifact.json_writing import json_text
 from ..artifact.manifest import Artifact
 from ..backends import registry
-from ..backends.stage_backend_selection import plan_stage
-from ..config import ExportConfig, OptimizeConfig, QuantizeConfig, check_number
-from ..errors import AccelError, BackendUnavailableError, ConfigError, QuantizeError
+from ..backends.stage_backend_selection import plan_scheme, plan_stage
+from ..config import ExportConfig, check_number
+from ..errors import AccelError, BackendUnavailableError, ConfigError
 from ..interfaces.specs import WEIGHTS
 from ..measuring.disturbance import MachineWatch
 from ..measuring.latency.benchmark import BenchmarkEffort, measure_variants, pytorch_variant
@@ -28,8 +28,7 @@ from ..measuring.latency.results import BenchmarkResult
 from ..measuring.latency.variants import Traffic
 from ..measuring.latency.workloads import WorkloadSettings
 from ..measuring.report import write_html
-from ..stages.export import export
-from ..stages.optimize import optimize
+from ..stages.quantized_export import export_to_scheme
 from ..stages.resolution import original, resolve
 from .candidates import Recipe, SearchSpace
 from .jobs import CalibrationData
@@ -181,9 +180,10 @@ def convert_to_scheme(
 ) -> Artifact:
     """Export, optimize and quantize a model for one backend, and write only the quantized artifact. Nothing is timed.
 
-    The graph and weight files are the same as those of `accel.export`, `accel.optimize` and `accel.quantize`, one after another. The
-    export and the optimized artifact are removed as soon as the next artifact is written. If the backend has no optimization levels, the
-    export is quantized.
+    The graph and weight files are the same as those of `accel.export`, `accel.optimize` and `accel.quantize`, one after another.
+    Weight-only schemes read a checkpoint in half precision (safetensors, on Linux) in one pass, in which the complete weights are never in
+    float32. Otherwise, the three stages run, and each intermediate artifact is removed as soon as the next one is written. If the backend
+    has no optimization levels, the export is quantized.
 
     Args:
         model: Hub id or transformers folder.
@@ -204,38 +204,12 @@ def convert_to_scheme(
         ValidationError: The outputs of the export or of the optimized graph differ by more than the tolerance.
     """
     target = check_output(out, as_folder(model))
-    exporter = plan_stage("export", None, backend)
-    format = str(exporter.capability.produces)
-    quantizer = plan_stage("quantize", format, backend, scheme=scheme)
-    levels = quantizer.backend.capability("optimize", format)
-    if level is not None and levels is not None and level not in levels.schemes:
-        raise ConfigError(
-            f"The backend {quantizer.backend.name!r} has no optimization level {level!r}.",
-            fix=f"use one of {', '.join(levels.schemes)}, or `none`.",
-        )
-    with staging(target) as folder:
-        artifact = export(
-            model, folder / "export", task=task, backend=exporter.backend.name, config=ExportConfig(atol=atol),
-            revision=revision, token=token, trust_remote_code=trust_remote_code,
-        )  # fmt: skip
-        if artifact.manifest.quantization is not None:
-            raise QuantizeError(
-                f"{model} is already quantized (scheme {artifact.manifest.quantization.scheme}).",
-                fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
-            )
-        if level is not None and levels is not None:
-            config = OptimizeConfig.merged(None, {"level": level})
-            artifact = optimize(artifact, folder / "optimized", backend=quantizer.backend.name, config=config)
-            shutil.rmtree(folder / "export")
-        quantized = quantize(
-            artifact, folder / "quantized", calibration=calibration, backend=quantizer.backend.name,
-            config=QuantizeConfig(scheme=scheme),
-        )  # fmt: skip
-        shutil.rmtree(artifact.path)
-        for path in quantized.path.iterdir():
-            path.rename(folder / path.name)
-        quantized.path.rmdir()
-    return Artifact(target, quantized.manifest)
+    plan = plan_scheme(scheme, exporter=plan_stage("export", None, backend), backend=backend, level=level)
+    hub = HubOptions(revision=revision, token=token, trust_remote_code=trust_remote_code)
+    resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
+    return export_to_scheme(
+        resolved, target, plan=plan, config=ExportConfig(atol=atol), calibration=calibration, quantizer=quantize
+    )
 
 
 def _preset(
