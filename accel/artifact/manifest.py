@@ -53,6 +53,9 @@ PADDING_DIFFERENCE = "padding_difference"
 ROW_DIFFERENCE = "row_difference"
 """Key in the validation record of an export: largest difference between rows of a batch and the same rows run alone."""
 
+WEIGHT_ERROR = "weight_error"
+"""Key in the validation record of a quantization in one pass: largest error of a quantized weight, relative to the weight's norm."""
+
 OWN_ROUNDING = "own_rounding"
 """Key in the validation record of an export, if measured: difference between float32 and float64 in PyTorch, relative
 to the scale of an output.
@@ -244,7 +247,7 @@ class Manifest:
             if recorded.setdefault(record.name, record) != record:
                 yield f"the file {record.name[:80]!r} is recorded twice with different values"
         for step in self.steps:
-            for measured in (PADDING_DIFFERENCE, ROW_DIFFERENCE, OWN_ROUNDING):
+            for measured in (PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, OWN_ROUNDING):
                 value = step.validation.get(measured, 0)
                 if not _is_finite(value) or value < 0:
                     yield f"{measured!r} of the step {step.stage!r} is {value!r}, not a number of at least 0"

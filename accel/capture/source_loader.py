@@ -281,7 +281,7 @@ def _load_streamed(
         return concrete.from_pretrained(None, state_dict=streamed.state_dict, **settings)
 
     model = _load_complete(load, folder, spec, config=model_config, dtype=torch.float32)
-    streamed.check(model)
+    streamed.add_loaded(model)
     with contextlib.suppress(OSError):
         settings: Any = getattr(model, "generation_config", None)
         if settings is not None:

@@ -91,6 +91,36 @@ class StreamedWeight:
         return values.view(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedWeight:
+    """A weight whose values are in the model's memory, with the same attributes as a streamed weight."""
+
+    name: str
+    values: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.values.shape)
+
+    @property
+    def address(self) -> int:
+        """Address of the parameter's memory."""
+        return self.values.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameter in bytes."""
+        return self.values.nbytes
+
+    def read(self) -> torch.Tensor:
+        """Return the values, which must not be changed."""
+        return self.values
+
+
+ModelWeight = StreamedWeight | LoadedWeight
+
+
 def empty_weight(count: int) -> torch.Tensor:
     """Return memory for `count` float32 values that the operating system gets back as soon as the tensor is deleted.
 
@@ -134,7 +164,7 @@ class StreamedWeights:
                         self.state_dict[name] = file.get_tensor(name).clone()
         sizes = [-(-math.prod(shape) * 4 // _PAGE_BYTES) * _PAGE_BYTES for *_, shape in large]
         memory = _not_a_number(sum(sizes)) if sizes else b""
-        self._weights: list[StreamedWeight] = []
+        self._weights: list[ModelWeight] = []
         position = 0
         for (name, path, offset, dtype, shape), size in zip(large, sizes, strict=True):
             values = np.frombuffer(memory, np.float32, math.prod(shape), position).reshape(shape)
@@ -146,13 +176,13 @@ class StreamedWeights:
     def __len__(self) -> int:
         return len(self._weights)
 
-    def at(self, address: int) -> StreamedWeight | None:
-        """Return the streamed weight whose memory contains an address, or `None`."""
+    def at(self, address: int) -> ModelWeight | None:
+        """Return the weight whose memory contains an address, or `None`."""
         weight = self._weights[bisect.bisect_right(self._addresses, address) - 1] if self._weights else None
         return weight if weight is not None and 0 <= address - weight.address < weight.nbytes else None
 
-    def of(self, model: torch.nn.Module) -> dict[str, StreamedWeight]:
-        """Return the streamed weights of a model by parameter name; a shared parameter is listed under each of its names."""
+    def of(self, model: torch.nn.Module) -> dict[str, ModelWeight]:
+        """Return the weights of a model by parameter name; a shared parameter is listed under each of its names."""
         weights = {name: self.at(p.data_ptr()) for name, p in model.named_parameters(remove_duplicate=False)}
         return {name: weight for name, weight in weights.items() if weight is not None}
 
@@ -169,21 +199,28 @@ class StreamedWeights:
         If a model ran with its parameters of NaN, each of their pages would count as memory of this process.
         """
         nothing = torch.full((), torch.nan)
-        with weights_loaded(model, {n: partial(nothing.expand, w.shape) for n, w in self.of(model).items()}):
+        streamed = {name: weight for name, weight in self.of(model).items() if isinstance(weight, StreamedWeight)}
+        with weights_loaded(model, {name: partial(nothing.expand, w.shape) for name, w in streamed.items()}):
             yield
 
-    def check(self, model: torch.nn.Module) -> None:
-        """Check that all parameters of a model are streamed or have values.
+    def add_loaded(self, model: torch.nn.Module) -> None:
+        """Add the parameters of a model that are not streamed, in float32.
 
         Raises:
             StreamingError: A parameter was computed from streamed weights, which have no values.
         """
         for name, parameter in model.named_parameters():
-            if self.at(parameter.data_ptr()) is None and parameter.is_floating_point() and parameter.isnan().any():
+            if self.at(parameter.data_ptr()) is not None or parameter.dtype is not torch.float32:
+                continue
+            if parameter.isnan().any():
                 raise StreamingError(
                     f"The weight {name} cannot be streamed, because loading the model computes it from other weights.",
                     fix="export, optimize and quantize the model with three commands.",
                 )
+            if parameter.is_contiguous():
+                self._weights.append(LoadedWeight(name, parameter.data))
+        self._weights.sort(key=lambda weight: weight.address)
+        self._addresses = [weight.address for weight in self._weights]
 
 
 def streamed_weights(folder: Path) -> StreamedWeights | None:

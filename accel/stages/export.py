@@ -195,7 +195,7 @@ def _export_source(
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
         cases = capture.cases_by_part(source)
-        check_numbers(source, cases)
+        _check_outputs(source, cases)
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         # Release the memory of the weights: after this line they are read only once, when they are written.
         capture.release_pages(source.weights)
@@ -219,7 +219,7 @@ def _export_source(
     return Artifact(out, artifact.manifest)
 
 
-def check_numbers(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
+def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
     """Check that the outputs of the PyTorch model match its task and are numbers.
 
     Raises:

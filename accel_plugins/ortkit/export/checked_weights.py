@@ -11,7 +11,7 @@ import onnx_ir as ir
 import torch
 
 from accel.artifact import Artifact
-from accel.capture import Source, StreamedWeight, WeightReader, empty_weight
+from accel.capture import ModelWeight, Source, WeightReader, empty_weight
 
 from ..graph.checkpoint_tensors import CheckpointPart
 from ..graph.editing import MICROSOFT, load_graphs, nodes
@@ -138,13 +138,13 @@ class _Product:
         return values if self.factor == 1 else values / np.float32(self.factor)
 
 
-def _read(weight: StreamedWeight, products: list[_Product]) -> torch.Tensor:
+def _read(weight: ModelWeight, products: list[_Product]) -> torch.Tensor:
     """Read a parameter: its values in the checkpoint, with the quantized values of all parts."""
     flipped = products[0].part.view.T
     if flipped.flags.c_contiguous and flipped.nbytes == weight.nbytes:
         # The quantized weight is the complete parameter.
         return torch.from_numpy(products[0].read()).view(weight.shape)
-    values = weight.read()
+    values = weight.read().clone()
     for product in products:
         product.part.of(values.numpy())[...] = product.read().T
     return values

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from accel.capture import StreamedWeight, empty_weight
+from accel.capture import ModelWeight, empty_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class CheckpointPart:
         view: A view of the parameter's memory, which contains no values. Only its address, shape and strides are used.
     """
 
-    weight: StreamedWeight
+    weight: ModelWeight
     view: np.ndarray
 
     def of(self, values: np.ndarray) -> np.ndarray:
