@@ -291,14 +291,14 @@ def weights_loaded(model: torch.nn.Module, readers: Mapping[str, WeightReader]) 
     """
     loaded: dict[int, torch.Tensor] = {}
 
-    def load(module: torch.nn.Module, names: Mapping[str, WeightReader]) -> None:
+    def load(names: Mapping[str, WeightReader], module: torch.nn.Module, *_: Any) -> None:
         for name, read in names.items():
             parameter = getattr(module, name)
             if id(parameter) not in loaded:
                 loaded[id(parameter)] = parameter.data
                 parameter.data = read()
 
-    def release(module: torch.nn.Module, names: Mapping[str, WeightReader]) -> None:
+    def release(names: Mapping[str, WeightReader], module: torch.nn.Module, *_: Any) -> None:
         for name in names:
             parameter = getattr(module, name)
             if id(parameter) in loaded:
@@ -308,10 +308,10 @@ def weights_loaded(model: torch.nn.Module, readers: Mapping[str, WeightReader]) 
         for prefix, module in model.named_modules():
             names = (name for name, _ in module.named_parameters(recurse=False))
             paths = {name: f"{prefix}.{name}" if prefix else name for name in names}
-            own = {name: readers[path] for name, path in paths.items() if path in readers}
-            if own:
-                before = module.register_forward_pre_hook(lambda module, _, own=own: load(module, own))
-                after = module.register_forward_hook(lambda module, *_, own=own: release(module, own), always_call=True)
+            of_module = {name: readers[path] for name, path in paths.items() if path in readers}
+            if of_module:
+                before = module.register_forward_pre_hook(partial(load, of_module))
+                after = module.register_forward_hook(partial(release, of_module), always_call=True)
                 hooks.callback(before.remove)
                 hooks.callback(after.remove)
         yield

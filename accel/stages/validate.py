@@ -19,7 +19,7 @@ from ..capture.fast_path_verification import FastPathComparison, SessionWithFast
 from ..config import ExportConfig, check_number, checked_arguments
 from ..errors import ArtifactNotFoundError
 from ..interfaces.task_registry import features_task, task_spec
-from .export import load_source
+from .checked_export import load_source
 from .graph_comparison import differences, merged, recorded_rounding
 from .resolution import artifact_of, original, resolve
 

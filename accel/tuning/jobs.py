@@ -22,7 +22,7 @@ from ..measuring.accuracy.comparison import Comparison, ScoredRows
 from ..measuring.accuracy.evaluation import EvaluationData, EvaluationSet
 from ..measuring.latency.variants import Variant, planned_variant
 from ..models.base import ORTModel
-from ..stages.export import export_resolved
+from ..stages.checked_export import export_resolved
 from ..stages.optimize import optimize
 from ..stages.quantize import quantize
 from ..stages.resolution import resolve

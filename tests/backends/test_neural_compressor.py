@@ -21,7 +21,7 @@ from accel.artifact import Artifact
 from accel.backends import registry
 from accel.capture import CACHE_NAME, quantized_layers
 from accel.errors import ConfigError, QuantizeError
-from accel.stages.export import load_source
+from accel.stages.checked_export import load_source
 from accel.stages.foreign_folders import weights_of
 from accel.stages.quantize import quantize
 from accel.stages.resolution import resolve

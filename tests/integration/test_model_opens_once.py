@@ -21,7 +21,7 @@ from accel.measuring.latency.variants import Variant
 from accel.measuring.latency.worker import _VariantServer
 from accel.serving.engine import Engine
 from accel.serving.worker_models import open_all
-from accel.stages import export as exporting
+from accel.stages import checked_export as exporting
 from accel.stages import resolution
 from accel.testing.copies_without_manifest import edit_manifest
 

@@ -113,7 +113,7 @@ def _preload() -> None:
 
     warnings.simplefilter("ignore")
     for name in ("torch._dynamo", "torch.export", "torch.onnx", "onnxscript", "onnxruntime", "openvino", "nncf",
-                 "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.export",
+                 "transformers.exporters.exporter_onnx", "transformers.exporters.exporter_openvino", "accel.stages.checked_export",
                  "accel.tuning.quantize_within_budget", "accel.models.encoder_decoder", "accel.tasks.text_classification"):  # fmt: skip
         # Hide GPUs during the imports. torchao looks for GPUs when it is imported, and this process could then not be
         # forked.
@@ -134,7 +134,7 @@ def _warm_up() -> None:
     """
     from accel import capture
     from accel.config import ExportConfig
-    from accel.stages.export import load_source
+    from accel.stages.checked_export import load_source
     from accel.stages.resolution import resolve
 
     from .building import build

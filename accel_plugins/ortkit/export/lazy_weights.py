@@ -69,8 +69,8 @@ def read_from_checkpoint(model: ir.Model, streamed: StreamedWeights) -> None:
                 continue
             weight = streamed.at(view.__array_interface__["data"][0])
             if weight is not None:
-                made = CheckpointTensor([CheckpointPart(weight, view)], name=tensor.name)
-                value.const_value = weights.setdefault(identity(tensor), made)
+                weight_tensor = CheckpointTensor([CheckpointPart(weight, view)], name=tensor.name)
+                value.const_value = weights.setdefault(identity(tensor), weight_tensor)
             elif np.isnan(view).any():
                 raise StreamingError(
                     f"The trace computed the weight {value.name} from weights whose values it does not have.",
