@@ -412,7 +412,7 @@ def test_hqq_has_smaller_error_for_most_values() -> None:
 def test_non_finite_weights_are_refused(
     tiny_artifact: Get, tmp_path: Path, scheme: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = layers._matrix
+    read = layers.constant
 
     def broken(weight: ir.Value | None) -> np.ndarray | None:
         matrix = read(weight)
@@ -423,7 +423,7 @@ def test_non_finite_weights_are_refused(
 
     parent = tiny_artifact("bert")
     weight_of_one = find_layers(load_graph(parent, parent.component()))[3].node.inputs[1]
-    monkeypatch.setattr(layers, "_matrix", broken)
+    monkeypatch.setattr(layers, "constant", broken)
     with pytest.raises(QuantizeError, match="infinite or NaN values"):
         make(parent, tmp_path / "out", scheme=scheme)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
