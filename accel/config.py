@@ -416,7 +416,8 @@ class AccelerateConfig(PrepareConfig):
     Attributes:
         scheme: `accelerate`.
         dtype: Data type used for computation; the model's own dtype when `None`.
-        quantization: Quantizes the linear layers during computation: `int8`, or `float8` on GPUs that support it.
+        quantization: Quantizes the linear layers during computation: `int8` on CPUs; on GPUs, `float8` or `int4` (only
+            the weights, for text generation).
         attention: The attention implementation of transformers to compile; `None` keeps the model's own.
         lengths: Numbers of tokens to compile for, in increasing order. `None` chooses lengths from 16 on, each at most
             one and a half times the previous length.
@@ -430,7 +431,7 @@ class AccelerateConfig(PrepareConfig):
 
     scheme: str = "accelerate"
     dtype: Dtype | None = None
-    quantization: Literal["int8", "float8"] | None = None
+    quantization: Literal["int8", "float8", "int4"] | None = None
     attention: Literal["sdpa", "eager"] | None = None
     lengths: tuple[int, ...] | None = None
     graphs: int = 16

@@ -700,4 +700,4 @@ def test_generation_on_cpu_is_refused_with_fix(shared: Callable[..., Path]) -> N
 def test_int8_is_refused_on_gpus() -> None:
     pytest.importorskip("torchao", reason="int8 is torchao's")
     with pytest.raises(ConfigError, match="at least 17 rows"):
-        check_quantization("int8", torch.device("cuda"))
+        check_quantization("int8", torch.device("cuda"), torch.float16)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import accel
 import accel.errors
@@ -257,6 +258,76 @@ def test_float8_has_small_error(dtype: str) -> None:
             assert [form.state for form in model.acceleration.engine.forms.values()] == ["compiled"]
             model.restore()
             assert 0 < (logits - expected).abs().max() <= 0.25 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bits"),
+    [(100, 256, 4), (33, 130, 4), (70, 4096, 4), (8, 14336, 4), (5, 66, 4), (100, 256, 8), (33, 300, 8)],
+)
+def test_products_with_packed_weights(outputs: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
+    """The kernels for packed weights agree with the dequantized weight on the CPU, with incomplete blocks, several rows
+    and a bias, and for a range of rows of the weight.
+    """
+    from accel_plugins.pytorch.inductor.weight_only import dequantized, pack_rows, weight_only_linear
+
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=random).to(dtype)
+    bias = torch.randn(outputs, generator=random).to(dtype)
+    packed, scales = pack_rows(weight, bits)
+    unpacked = dequantized(packed, scales, inputs)
+    on_gpu = [tensor.to(GPU) for tensor in (packed, scales)]
+    # Two ways to quantize may round a few weights differently.
+    packed_on_gpu, _ = pack_rows(weight.to(GPU), bits)
+    assert (packed_on_gpu.cpu() != packed).float().mean() < 0.01
+    with torch.cuda.device(GPU):
+        assert torch.equal(dequantized(*on_gpu, inputs).cpu(), unpacked)
+        for rows in (1, 2, 6, 7):
+            x = torch.randn(rows, 1, inputs, generator=random).to(dtype)
+            product = weight_only_linear(x.to(GPU), *on_gpu, bias.to(GPU)).cpu()
+            expected = torch.nn.functional.linear(x.double(), unpacked.double(), bias.double())
+            assert (product.dtype, product.shape) == (dtype, expected.shape)
+            limit = 2e-3 if dtype is torch.float16 else 1e-2
+            assert (product - expected).norm() <= limit * expected.norm()
+        part = weight_only_linear(x[:1].to(GPU), *(tensor[3:] for tensor in on_gpu), None).cpu()
+        plain = torch.nn.functional.linear(x[:1].double(), unpacked[3:].double())
+        assert (part - plain).norm() <= limit * plain.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_decoder_with_int4_weights(dtype: str, shared: Callable[..., Path]) -> None:
+    """Compiled decoding steps with 4-bit weights agree with the same quantized model without compiled code."""
+    from accel_plugins.pytorch.inductor.weight_only import WeightOnlyLinear, pack_layers
+
+    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+    model = accel.ORTModelForCausalLM.from_pretrained(
+        folder, backend="inductor", device=str(GPU), provider_options={"quantization": "int4"},
+        session_options=SessionOptions(compute_dtype=dtype),
+    )  # fmt: skip
+    ids = torch.randint(5, 60, (1, 7), generator=torch.Generator().manual_seed(0)).to(GPU)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    session = model.decoder_step.session
+    assert not session._why_eager
+    assert sorted(session._steps) == [(1, 256)]
+    assert any(isinstance(module, WeightOnlyLinear) for module in session.runtime.modules())
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(GPU).eval()
+    pack_layers(plain)
+    cache = model(ids).past_key_values
+    with torch.no_grad():
+        for count in range(3):
+            tokens = torch.cat([ids, ids[:, : count + 1]], 1)
+            expected = plain(tokens).logits[:, -1].float()
+            logits = model(ids[:, count : count + 1], past_key_values=cache).logits[:, -1].float()
+            limit = 0.02 if dtype == "float16" else 0.1
+            assert (logits - expected).abs().max() <= limit * expected.abs().max()
+
+
+def test_int4_needs_half_precision(shared: Callable[..., Path]) -> None:
+    folder = shared("inductor-llama", lambda folder: save_generator(folder, "llama"))
+    with pytest.raises(accel.errors.ConfigError, match="float16 or bfloat16"):
+        accel.ORTModelForCausalLM.from_pretrained(
+            folder, backend="inductor", device=str(GPU), provider_options={"quantization": "int4"}
+        )
 
 
 @pytest.mark.parametrize("generates", [False, True], ids=["encoder", "decoder"])

@@ -24,6 +24,7 @@ from ..upstream import cpp_compiler
 from .accelerator import Accelerator
 from .compilation import REMEDIES, gpu_compiler
 from .compiled_model import CompiledModel
+from .precision import check_quantization, quantize_layers
 from .steps import CompiledStepsSession
 
 
@@ -83,8 +84,10 @@ class InductorBackend(PytorchBackend):
 
     def decoder(self, model: Any, part: Source, component: Component, request: OpenRequest, dtype: str) -> Session:
         """Return a decoder session that computes decoding steps with compiled code."""
-        graphs = _config(request).graphs
-        return CompiledStepsSession(model, part, component, request.device, dtype, forms=graphs)
+        config = _config(request)
+        if config.quantization is not None:
+            quantize_layers(model, config.quantization)
+        return CompiledStepsSession(model, part, component, request.device, dtype, forms=config.graphs)
 
     def check(self, request: OpenRequest) -> None:
         """Raise if an option is unknown; see `PytorchBackend.check`."""
@@ -114,10 +117,14 @@ def _check_steps(artifact: Artifact, request: OpenRequest) -> None:
             f"task {artifact.task!r} has other components, or states of another kind.",
             fix=instead,
         )
-    if request.options.get("quantization"):
+    quantization = request.options.get("quantization")
+    if quantization == "int4":
+        dtype = getattr(torch, request.session.compute_dtype or artifact.dtype)
+        check_quantization(quantization, torch.device(str(request.device)), dtype)
+    elif quantization:
         raise ConfigError(
-            f"The backend 'inductor' does not support quantization={request.options['quantization']!r} for models that generate text.",
-            fix="leave quantization out.",
+            f"The backend 'inductor' does not support quantization={quantization!r} for models that generate text.",
+            fix="use quantization='int4', or leave quantization out.",
         )
 
 

@@ -1,7 +1,7 @@
 """Triton kernels for operations that PyTorch's compiler does not support or computes slowly.
 
-The operations are attention with a padding mask, attention of one new token per row to a KV cache, and GELU with float8
-output.
+The operations are attention with a padding mask, attention of one new token per row to a KV cache, GELU with float8
+output, and products with packed weights of 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ _QUERIES, _KEYS = 64, 128
 _SMALLEST = 16
 # Number of bytes of keys, and also of values, that one program of `step_attention` loads at a time.
 _LOADED_BYTES = 64 << 10
+# Number of blocks of 128 weights in a row that one program of `few_rows_product` loads at a time, and its warps. Each
+# program computes `32 / bits` outputs. Measured on an H200 for 4 bits and one row, in microseconds: 7.8 for 6,144
+# outputs and 4,096 inputs, 25.5 for 28,672 and 4,096, 16.0 for 4,096 and 14,336; 20 other choices take up to twice as
+# long.
+_PACKED_BLOCKS, _PACKED_WARPS = 16, 2
 
 
 @torch.library.triton_op(
@@ -236,3 +241,145 @@ def _gelu_rows(  # type: ignore[no-untyped-def]
     scale = tl.maximum(tl.max(tl.abs(value), 0) / largest, smallest)
     tl.store(scales + row, scale)
     tl.store(out + row * features + places, (value * (1.0 / scale)).to(out.dtype.element_ty), mask=places < features)
+
+
+@torch.library.triton_op(
+    "accel::few_rows_product", mutates_args={}, schema="(Tensor x, Tensor packed, Tensor scales) -> Tensor"
+)
+def few_rows_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply a few rows with a packed weight; the sums are in float32. Each row reads the weight again.
+
+    Args:
+        x: Contiguous tensor `(rows, inputs)` of float16 or bfloat16 on a GPU; the number of inputs is even.
+        packed: Integers of the weight, contiguous; see `weight_only.pack_rows`.
+        scales: Scales of the weight, contiguous.
+
+    Returns:
+        The products `(rows, outputs)` in the data type of `x`.
+    """
+    rows, inputs = x.shape
+    outputs, blocks, words = packed.shape
+    bits = words // 4
+    together = 32 // bits
+    out = x.new_empty(rows, outputs)
+    torch.library.wrap_triton(_few_rows_product)[rows, -(-outputs // together)](
+        x, packed, scales, out, pairs=inputs // 2, outputs=outputs, blocks=blocks, bits=bits,
+        together=together, count=min(_PACKED_BLOCKS, 1 << (blocks - 1).bit_length()), num_warps=_PACKED_WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _few_rows_product(  # type: ignore[no-untyped-def]
+    x, packed, scales, out, pairs: tl.constexpr, outputs: tl.constexpr, blocks: tl.constexpr, bits: tl.constexpr,
+    together: tl.constexpr, count: tl.constexpr,
+):  # fmt: skip
+    """Compute some outputs of one row (Triton kernel).
+
+    A weight of 4 bits becomes a part of the bits of a float32 number between 1 and 2, which takes one instruction. The
+    sum of these numbers is corrected by the sum of the inputs.
+    """
+    row = tl.program_id(0)
+    output = (tl.program_id(1) * together + tl.arange(0, together)).to(tl.int64)
+    words: tl.constexpr = 4 * bits
+    places = tl.arange(0, count * words)
+    # The inputs are read as pairs of 16 bits, so that they have the memory layout of the words.
+    pair = (x + row * (2 * pairs)).to(tl.pointer_type(tl.int32))
+    sums = tl.zeros([together, count], tl.float32)
+    for start in range(0, blocks, count):
+        block = start + tl.arange(0, count)
+        word = start * words + places
+        valid = (output[:, None] < outputs) & (word[None] < blocks * words)
+        packs = tl.load(packed + output[:, None] * (blocks * words) + word[None], mask=valid, other=0)
+        valid = (output[:, None] < outputs) & (block[None] < blocks)
+        scale = tl.load(scales + output[:, None] * blocks + block[None], mask=valid, other=0.0).to(tl.float32)
+        first = start * 64 + places // words * 64 + places % words
+        part = tl.zeros([together, count * words], tl.float32)
+        offset = tl.zeros([count * words], tl.float32)
+        for i in tl.static_range(16 // bits):
+            column = first + i * words
+            both = tl.load(pair + column, mask=column < pairs, other=0)
+            if x.dtype.element_ty == tl.bfloat16:
+                near = (both << 16).to(tl.float32, bitcast=True)
+                far = (both & -65536).to(tl.float32, bitcast=True)
+            else:
+                near = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                far = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            if bits == 4:
+                # Move the two integers to bits 12 to 19.
+                if i == 0:
+                    moved = packs << 12
+                elif i == 1:
+                    moved = packs << 4
+                elif i == 2:
+                    moved = packs >> 4
+                else:
+                    moved = packs >> 12
+                part += (near * 2048.0)[None] * _in_float(moved, 12)
+                part += (far * 128.0)[None] * _in_float(moved, 16)
+                offset += near * (2048.0 + 8.0) + far * (128.0 + 8.0)
+            else:
+                part += near[None] * ((packs >> (16 * i)) & 255).to(tl.float32)
+                part += far[None] * ((packs >> (16 * i + 8)) & 255).to(tl.float32)
+                offset += (near + far) * 128.0
+        by_block = tl.reshape(part - offset[None], [together, count, words])
+        sums += tl.sum(by_block, 2) * scale
+    total = tl.sum(sums, 1)
+    tl.store(out + row * outputs + output, total.to(out.dtype.element_ty), mask=output < outputs)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _in_float(moved, start: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the float32 number 1 + n / 2 ** (23 - start), where n are the 4 bits from bit `start` on."""
+    if start == 12:
+        code: tl.constexpr = "lop3.b32 $0, $1, 0xF000, 0x3F800000, 0xEA;"
+    else:
+        code: tl.constexpr = "lop3.b32 $0, $1, 0xF0000, 0x3F800000, 0xEA;"
+    number = tl.inline_asm_elementwise(code, "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1)
+    return number.to(tl.float32, bitcast=True)
+
+
+@torch.library.triton_op(
+    "accel::unpacked_rows", mutates_args={}, schema="(Tensor packed, Tensor scales, int inputs) -> Tensor"
+)
+def unpacked_rows(packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Dequantize a packed weight.
+
+    Args:
+        packed: Integers of the weight on a GPU, contiguous; see `weight_only.pack_rows`.
+        scales: Scales of the weight in float16 or bfloat16, contiguous.
+        inputs: Number of inputs, which is even.
+
+    Returns:
+        The weight `(outputs, inputs)` in the data type of the scales.
+    """
+    outputs, blocks, words = packed.shape
+    out = scales.new_empty(outputs, inputs)
+    count = min(_PACKED_BLOCKS, 1 << (blocks - 1).bit_length())
+    torch.library.wrap_triton(_unpacked_rows)[outputs, -(-blocks // count)](
+        packed, scales, out, pairs=inputs // 2, blocks=blocks, bits=words // 4, count=count, num_warps=_PACKED_WARPS
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _unpacked_rows(  # type: ignore[no-untyped-def]
+    packed, scales, out, pairs: tl.constexpr, blocks: tl.constexpr, bits: tl.constexpr, count: tl.constexpr
+):
+    """Dequantize some blocks of one row (Triton kernel)."""
+    output = tl.program_id(0).to(tl.int64)
+    words: tl.constexpr = 4 * bits
+    places = tl.arange(0, count * words)
+    word = tl.program_id(1) * (count * words) + places
+    packs = tl.load(packed + output * (blocks * words) + word, mask=word < blocks * words, other=0)
+    scale = tl.load(scales + output * blocks + word // words, mask=word < blocks * words, other=0.0).to(tl.float32)
+    first = word // words * 64 + word % words
+    pair = (out + output * (2 * pairs)).to(tl.pointer_type(tl.int32))
+    kind = out.dtype.element_ty
+    for i in tl.static_range(16 // bits):
+        column = first + i * words
+        near = ((packs >> (2 * bits * i)) & (2**bits - 1)) - 2 ** (bits - 1)
+        far = ((packs >> (2 * bits * i + bits)) & (2**bits - 1)) - 2 ** (bits - 1)
+        low = (near.to(tl.float32) * scale).to(kind).to(tl.int16, bitcast=True).to(tl.int32)
+        high = (far.to(tl.float32) * scale).to(kind).to(tl.int16, bitcast=True).to(tl.int32)
+        tl.store(pair + column, (low & 65535) | (high << 16), mask=column < pairs)

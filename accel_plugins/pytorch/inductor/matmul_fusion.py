@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.nn.functional import gelu, linear, relu
 
 from ..upstream import activated_product, is_traceable_wrapper_subclass
-from . import float8
+from . import float8, weight_only
 from . import fusible_layers as joining
 from .fusible_layers import side_by_side, spans_of
 from .precision import HALF
@@ -82,7 +82,7 @@ class MatmulFusionPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return the key of this version of the pass for the compiler's cache."""
-        return get_hash_for_files((__file__, float8.__file__, joining.__file__))
+        return get_hash_for_files((__file__, float8.__file__, weight_only.__file__, joining.__file__))
 
 
 def join_products(graph: Graph) -> None:
@@ -91,11 +91,11 @@ def join_products(graph: Graph) -> None:
     """
     groups: dict[Any, list[tuple[int, int, Node]]] = defaultdict(list)
     spans = spans_of(graph)
-    for target in (linear, float8.LINEAR):
+    for target in (linear, float8.LINEAR, weight_only.LINEAR):
         for node in graph.find_nodes(op="call_function", target=target):
             if len(node.args) < 2 or node.kwargs:
                 continue
-            # `read` contains the weight, the scale of the weight for float8 layers, and the bias.
+            # `read` contains the weight, the scales of the weight for quantized layers, and the bias.
             x, *read = node.args
             slices = [None if argument is None else _rows(argument) for argument in read]
             rows = slices[0]

@@ -12,6 +12,7 @@ from accel.capture import quiet
 from accel.errors import ConfigError, PrepareError
 
 from .float8 import round_layers
+from .weight_only import pack_layers
 
 HALF = (torch.float16, torch.bfloat16)
 """Floating-point data types of 16 bits."""
@@ -31,7 +32,7 @@ def computing_copy(model: Any, *, dtype: torch.dtype | None, quantization: str |
     """
     own_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     if quantization is not None:
-        check_quantization(quantization, next(model.parameters()).device)
+        check_quantization(quantization, next(model.parameters()).device, dtype or own_dtype)
     if dtype in (None, own_dtype) and quantization is None:
         return model
     computing = copy.deepcopy(model).requires_grad_(False)
@@ -51,12 +52,12 @@ def computing_copy(model: Any, *, dtype: torch.dtype | None, quantization: str |
                 if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                     module._buffers[name] = buffer.to(dtype)
     if quantization is not None:
-        _quantize(computing, quantization)
+        quantize_layers(computing, quantization)
     return computing
 
 
-def check_quantization(scheme: str, device: torch.device) -> None:
-    """Raise if a quantization scheme is not installed or does not support this device.
+def check_quantization(scheme: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise if a quantization scheme is not installed or does not support this device and data type.
 
     Raises:
         ConfigError: The scheme cannot be used; the message contains a solution.
@@ -69,6 +70,18 @@ def check_quantization(scheme: str, device: torch.device) -> None:
             "are multiples of 8, so the last layers of most models cannot be compiled.",
             fix="use quantization='float8', or leave quantization out and pass dtype='float16'.",
         )
+    if scheme == "int4":
+        if device.type != "cuda":
+            raise ConfigError(
+                f"quantization='int4' is supported only on NVIDIA GPUs, not on {device}.",
+                fix="use quantization='int8'.",
+            )
+        if dtype not in HALF:
+            name = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"quantization='int4' needs activations in float16 or bfloat16, but the model computes in {name}.",
+                fix="pass dtype='float16' (with a backend: session_options=SessionOptions(compute_dtype='float16')).",
+            )
     if scheme == "float8":
         if device.type != "cuda":
             raise ConfigError(
@@ -82,7 +95,19 @@ def check_quantization(scheme: str, device: torch.device) -> None:
             )
 
 
-def _quantize(model: Any, scheme: str) -> None:
+def quantize_layers(model: Any, scheme: str) -> None:
+    """Replace linear layers of a model by quantized layers.
+
+    Raises:
+        PrepareError: The quantization failed, or the model has no layer that can be quantized.
+    """
+    if scheme == "int4":
+        if not pack_layers(model):
+            raise PrepareError(
+                f"{type(model).__name__} has no linear layer that quantization='int4' supports.",
+                fix="leave quantization out.",
+            )
+        return
     if scheme == "float8":
         if not round_layers(model):
             raise PrepareError(

@@ -27,7 +27,9 @@ from ..decoder_session import ModuleDecoderSession
 from ..state import CacheState
 from .comparison import difference
 from .compilation import compiled, compiling
+from .matmul_fusion import MatmulFusionPass
 from .packing import sharing_copy
+from .weight_only import WeightOnlyLinear
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +291,10 @@ class CompiledStepsSession(ModuleDecoderSession):
         self._why_eager, self._warned = "", False
         self._positions = any(spec.name == "position_ids" for spec in component.inputs)
         self._step_code: Any = _stepping(model)
+        self._options: dict[str, Any] = dict(_OPTIONS)
+        if any(isinstance(module, WeightOnlyLinear) for module in model.modules()):
+            # The pass joins the products of layers that read the same input.
+            self._options["pre_grad_custom_pass"] = MatmulFusionPass()
 
     def new_state(self, batch: int) -> CacheState:
         """Return a decoder state with an empty KV cache for `batch` rows."""
@@ -367,7 +373,7 @@ class CompiledStepsSession(ModuleDecoderSession):
         trial = state.clone()
         assert isinstance(trial, StepState)
         untried = not self._steps
-        self._steps[key] = compiled(self._step_code, options=_OPTIONS)
+        self._steps[key] = compiled(self._step_code, options=self._options)
         expected = super()._extend(model, tensors, state, 1)
         try:
             if untried:
