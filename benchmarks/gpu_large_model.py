@@ -1,18 +1,21 @@
 """Measure a decoder of 8 billion parameters on one NVIDIA GPU with the backend `inductor`: float16, and weights in 4 bits.
 
-    python benchmarks/gpu_large_model.py [OUT.json] [--work FOLDER] [--layers N] [--variants float16,int4] [--prefill 2048] [--profile]
+    python benchmarks/gpu_large_model.py [OUT.json] [--work FOLDER] [--layers N] [--variants float16,int4] [--float8-prompt] [--profile]
 
-The model has the shape of Llama 3 8B and random weights from a fixed seed. The script writes it as a sharded checkpoint in float16 and loads
-the checkpoint for each variant. A variant generates 64 tokens after a prompt of 128 tokens with greedy search and one row. The decoding
-speed is 64 tokens divided by the difference between the times of `generate` for 65 tokens and for 1 token. The CUDA graph of a decoding step
-is also timed alone. The bound of a step is the number of bytes of the weights that the step reads, divided by the bandwidth of the card's
-data sheet. The bandwidth of a large copy and of a large sum are measured as well. The error of a variant is the Euclidean norm of the
-difference from the logits of PyTorch in float16 after the prompt, divided by the norm of PyTorch's logits.
+The model has the shape of Llama 3 8B and random weights from a fixed seed. The script writes it as a sharded checkpoint in float16 and
+loads the checkpoint for each variant. A variant generates 64 tokens after a prompt of 128 tokens with greedy search and one row. The time
+of a token is the difference between the times of `generate` for 65 tokens and for 1 token, divided by 64. The CUDA graph of a decoding
+step is also timed alone. The bound of a step is the number of bytes of the weights that the step reads, divided by the bandwidth in the
+card's data sheet. The script also measures the bandwidth of a large copy and of a large sum. The error of a variant is the Euclidean norm
+of the difference from the logits of the first variant after the prompt, divided by the norm of those logits.
+
+With `--float8-prompt`, the script measures a prompt with `accel.accelerate` in float16 and in float8.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -22,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -36,15 +39,19 @@ PROMPT, NEW = 128, 64
 ROUNDS, WARM_UP = 7, 2
 # Memory bandwidth in bytes per second, from the data sheets of NVIDIA.
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
-LLAMA_8B = {
+LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5,
 }  # fmt: skip
-VARIANTS = {"float16": {}, "int4": {"quantization": "int4"}, "float8": {"quantization": "float8"}}
+VARIANTS: dict[str, dict[str, Any]] = {"float16": {}, "int4": {"quantization": "int4"}}
 
 
-def save_checkpoint(folder: Path, layers: int, shape: dict[str, Any], device: str) -> None:
-    """Write a sharded float16 checkpoint with random weights."""
+def make_model(layers: int, shape: dict[str, Any], device: str) -> Any:
+    """Return a float16 model with random weights.
+
+    In a model with the usual random weights, each layer amplifies the rounding errors of the layers before it. As in trained models, the
+    hidden state is larger here than the output of a layer.
+    """
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **shape, num_hidden_layers=layers, tie_word_embeddings=False, bos_token_id=1, eos_token_id=None, pad_token_id=0
@@ -52,12 +59,17 @@ def save_checkpoint(folder: Path, layers: int, shape: dict[str, Any], device: st
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device(device):
-            model = transformers.LlamaForCausalLM(config).eval()
+            model: Any = transformers.LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(50)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.2)
+            layer.mlp.down_proj.weight.mul_(0.2)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder, max_shard_size="4GB")
+    return model
 
 
 def synchronize() -> None:
@@ -73,20 +85,24 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def milliseconds(call: Callable[[], object], rounds: int) -> float:
+    return 1e3 * statistics.median(seconds(call) for _ in range(rounds))
+
+
 def bandwidth(device: str) -> dict[str, float]:
     """Return the bandwidth of a copy (bytes read and written) and of a sum (bytes read), in TB/s."""
     count = 2**30 if device.startswith("cuda") else 2**22
     source = torch.rand(count, device=device)
     target = torch.empty_like(source)
     size = source.numel() * source.element_size()
-    ways = {
-        "copy": (2 * size, lambda: target.copy_(source)),
-        "sum": (size, lambda: torch.sum(source.view(1024, -1), 1)),
+    ways: dict[str, tuple[int, Callable[[], object]]] = {
+        "copy": (2 * size, lambda: [target.copy_(source) for _ in range(10)]),
+        "sum": (size, lambda: [torch.sum(source.view(1024, -1), 1) for _ in range(10)]),
     }
     rates = {}
     for name, (moved, call) in ways.items():
         call()
-        rates[name] = moved / statistics.median(seconds(lambda call=call: [call() for _ in range(10)]) / 10 for _ in range(3)) / 1e12
+        rates[name] = 10 * moved / milliseconds(call, 3) / 1e9
     return rates
 
 
@@ -97,14 +113,16 @@ def generate(model: Any, ids: torch.Tensor, new: int) -> None:
 def weight_bytes(model: Any) -> int:
     """Return the number of bytes of the weights that one decoding step reads, without the table of embeddings."""
     table = model.get_input_embeddings().weight
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.data_ptr() != table.data_ptr()}
+    tensors = {
+        t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.data_ptr() != table.data_ptr()
+    }
     return sum(tensors.values())
 
 
 def decode(model: Any, ids: torch.Tensor) -> dict[str, float]:
     pairs = []
     for turn in range(WARM_UP + ROUNDS):
-        pair = tuple(seconds(lambda new=new: generate(model, ids, new)) for new in (1, NEW + 1))
+        pair = seconds(lambda: generate(model, ids, 1)), seconds(lambda: generate(model, ids, NEW + 1))
         if turn >= WARM_UP:
             pairs.append(pair)
     per_token = sorted((long - short) / NEW for short, long in pairs)
@@ -119,7 +137,7 @@ def decode(model: Any, ids: torch.Tensor) -> dict[str, float]:
 def graph_alone(session: Any) -> float:
     """Return the time in milliseconds of the CUDA graph of a decoding step."""
     graph = next(slot._graph for slot in session._spare if slot._graph is not None)  # noqa: SLF001
-    return 1e3 * statistics.median(seconds(lambda: [graph.replay() for _ in range(50)]) / 50 for _ in range(3))
+    return milliseconds(lambda: [graph.replay() for _ in range(50)], 3) / 50
 
 
 def profile(session: Any) -> None:
@@ -133,24 +151,26 @@ def profile(session: Any) -> None:
     total = sum(row.self_device_time_total for row in rows) / 3
     print(f"kernels {sum(row.count for row in rows) // 3}, together {total:.0f} us")
     for row in rows[:16]:
-        print(f"  {row.self_device_time_total / 3:8.1f} us {row.count // 3:5d} x {row.self_device_time_total / row.count:7.1f}  {row.key[:70]}")
+        print(
+            f"  {row.self_device_time_total / 3:8.1f} us {row.count // 3:5d} x {row.self_device_time_total / row.count:7.1f} {row.key[:50]}"
+        )
 
 
-def float8_prompt(folder: Path, ids: torch.Tensor, device: str) -> dict[str, float]:
-    """Return the times of a prompt in milliseconds with `accel.accelerate`, in float16 and in float8, and the difference."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).to(device).eval()
+def prompts_in_float8(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Return the times of a prompt in milliseconds with `accel.accelerate`, in float16 and in float8, and the errors."""
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "logits_to_keep": 1}
     result: dict[str, float] = {}
+    formats: tuple[Literal["float8"] | None, ...] = (None, "float8")
     with torch.no_grad():
         expected = model(**call).logits.float()
-        result["eager"] = 1e3 * statistics.median(seconds(lambda: model(**call)) for _ in range(5))
-        for name, settings in (("float16", {}), ("float8", {"quantization": "float8"})):
-            accel.accelerate(model, keep_slower=True, lengths=(ids.shape[1],), **settings)
+        result["eager"] = milliseconds(lambda: model(**call), 7)
+        for quantization in formats:
+            name = quantization or "float16"
+            accel.accelerate(model, keep_slower=True, lengths=(ids.shape[1],), quantization=quantization)
             logits = model(**call).logits.float()
-            result[name] = 1e3 * statistics.median(seconds(lambda: model(**call)) for _ in range(7))
+            result[name] = milliseconds(lambda: model(**call), 7)
             result[f"{name}_error"] = float((logits - expected).norm() / expected.norm())
             model.restore()
-            print({key: round(value, 4) for key, value in result.items()}, flush=True)
     return result
 
 
@@ -176,7 +196,11 @@ def main() -> None:
 
     result: dict[str, Any] = {
         "machine": card,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
         "shape": {"layers": arguments.layers, "prompt": PROMPT, "new": NEW, **arguments.shape},
         "rounds": ROUNDS,
         "bandwidth_tb_per_s": bandwidth(device),
@@ -184,8 +208,8 @@ def main() -> None:
     }
     tell(card, result["bandwidth_tb_per_s"])
     folder = work / f"checkpoint-{arguments.layers}"
-    if not folder.is_dir():
-        save_checkpoint(folder, arguments.layers, arguments.shape, device)
+    if arguments.variants and not folder.is_dir():
+        make_model(arguments.layers, arguments.shape, device).save_pretrained(folder, max_shard_size="4GB")
         gc.collect()
         torch.cuda.empty_cache()
         files = sorted(folder.glob("*.safetensors"))
@@ -207,9 +231,13 @@ def main() -> None:
         start = time.perf_counter()
         generate(model, ids[:, :PROMPT], 4)
         compiled = time.perf_counter() - start
-        session = model.decoder_step.session
+        session: Any = model.decoder_step.session
         tell(name, f"first tokens after {compiled:.1f} s", getattr(session, "_why_eager", ""))
-        row: dict[str, Any] = {"open_s": opened, "first_tokens_s": compiled, "error": float((logits - expected).norm() / expected.norm())}
+        row: dict[str, Any] = {
+            "open_s": opened,
+            "first_tokens_s": compiled,
+            "error": float((logits - expected).norm() / expected.norm()),
+        }
         row |= decode(model, ids[:, :PROMPT])
         row["bytes"] = weight_bytes(session.runtime)
         row["read_tb_per_s"] = row["bytes"] / row["ms_per_token"] / 1e9
@@ -217,7 +245,7 @@ def main() -> None:
             row["bound_ms"] = 1e3 * row["bytes"] / BANDWIDTH[card]
             row["fraction_of_bound"] = row["bound_ms"] / row["ms_per_token"]
             row["graph_ms"] = graph_alone(session)
-        row["long_prefill_ms"] = 1e3 * statistics.median(seconds(lambda: generate(model, ids, 1)) for _ in range(5))
+        row["long_prefill_ms"] = milliseconds(functools.partial(generate, model, ids, 1), 5)
         row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
         result["variants"][name] = row
         tell(name, {key: round(value, 4) for key, value in row.items()})
@@ -229,7 +257,9 @@ def main() -> None:
         gc.collect()
         torch.cuda.empty_cache()
     if arguments.float8_prompt:
-        result["prompt_ms"] = float8_prompt(folder, ids, device)
+        model = make_model(arguments.layers, arguments.shape, device)
+        result["prompt_ms"] = prompts_in_float8(model, ids)
+        tell(result["prompt_ms"])
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     tell("done")

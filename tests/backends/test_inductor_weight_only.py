@@ -63,7 +63,7 @@ def test_integers_are_stored_where_the_kernel_reads_them() -> None:
 def test_layer_computes_product_with_dequantized_weight(bias: bool, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(134, 20, bias=bias))
-    plain = model[0]
+    plain: Any = model[0]
     assert pack_layers(model) == 1
     layer = model[0]
     assert isinstance(layer, WeightOnlyLinear)
@@ -123,7 +123,9 @@ def test_layers_with_odd_number_of_inputs_are_not_packed() -> None:
 def test_int4_is_refused_on_cpus_and_in_float32() -> None:
     with pytest.raises(ConfigError, match="only on NVIDIA GPUs, not on cpu"):
         check_quantization("int4", torch.device("cpu"), torch.float16)
-    with pytest.raises(ConfigError, match="needs activations in float16 or bfloat16, but the model computes in float32"):
+    with pytest.raises(
+        ConfigError, match="needs activations in float16 or bfloat16, but the model computes in float32"
+    ):
         check_quantization("int4", torch.device("cuda"), torch.float32)
 
 

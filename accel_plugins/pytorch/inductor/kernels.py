@@ -243,9 +243,6 @@ def _gelu_rows(  # type: ignore[no-untyped-def]
     tl.store(out + row * features + places, (value * (1.0 / scale)).to(out.dtype.element_ty), mask=places < features)
 
 
-@torch.library.triton_op(
-    "accel::few_rows_product", mutates_args={}, schema="(Tensor x, Tensor packed, Tensor scales) -> Tensor"
-)
 def few_rows_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply a few rows with a packed weight; the sums are in float32. Each row reads the weight again.
 
@@ -262,10 +259,11 @@ def few_rows_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor
     bits = words // 4
     together = 32 // bits
     out = x.new_empty(rows, outputs)
-    torch.library.wrap_triton(_few_rows_product)[rows, -(-outputs // together)](
-        x, packed, scales, out, pairs=inputs // 2, outputs=outputs, blocks=blocks, bits=bits,
-        together=together, count=min(_PACKED_BLOCKS, 1 << (blocks - 1).bit_length()), num_warps=_PACKED_WARPS,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):
+        _few_rows_product[rows, -(-outputs // together)](
+            x, packed, scales, out, pairs=inputs // 2, outputs=outputs, blocks=blocks, bits=bits,
+            together=together, count=min(_PACKED_BLOCKS, 1 << (blocks - 1).bit_length()), num_warps=_PACKED_WARPS,
+        )  # fmt: skip
     return out
 
 
@@ -339,9 +337,6 @@ def _in_float(moved, start: tl.constexpr):  # type: ignore[no-untyped-def]
     return number.to(tl.float32, bitcast=True)
 
 
-@torch.library.triton_op(
-    "accel::unpacked_rows", mutates_args={}, schema="(Tensor packed, Tensor scales, int inputs) -> Tensor"
-)
 def unpacked_rows(packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
     """Dequantize a packed weight.
 
@@ -356,9 +351,10 @@ def unpacked_rows(packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> to
     outputs, blocks, words = packed.shape
     out = scales.new_empty(outputs, inputs)
     count = min(_PACKED_BLOCKS, 1 << (blocks - 1).bit_length())
-    torch.library.wrap_triton(_unpacked_rows)[outputs, -(-blocks // count)](
-        packed, scales, out, pairs=inputs // 2, blocks=blocks, bits=words // 4, count=count, num_warps=_PACKED_WARPS
-    )
+    with torch.cuda.device(packed.device):
+        _unpacked_rows[outputs, -(-blocks // count)](
+            packed, scales, out, pairs=inputs // 2, blocks=blocks, bits=words // 4, count=count, num_warps=_PACKED_WARPS
+        )
     return out
 
 

@@ -21,9 +21,9 @@ BLOCK = 128
 """Number of weights in a row that share a scale."""
 # Bits of a weight: of the layer that computes logits, and of all other layers.
 _LOGITS_BITS, _BITS = 8, 4
-# Largest number of input rows for which the kernel multiplies with packed weights. Measured on an H200 for 28,672
-# outputs and 4,096 inputs, in microseconds: 20 for each row with the kernel, and 126 to dequantize the weight and to
-# multiply.
+# Largest number of input rows for which the kernel multiplies with packed weights. For 28,672 outputs and 4,096 inputs on
+# an H200, the kernel takes 20 microseconds for each row (measured for two to eight rows). Dequantizing and multiplying
+# moves 530 MB, which takes at least 126 microseconds (computed).
 _FEW_ROWS = 6
 # Number of weights that are quantized at a time, to limit the memory for intermediate results.
 _QUANTIZED_TOGETHER = 1 << 25
@@ -125,7 +125,7 @@ def pack_rows(weight: torch.Tensor, bits: int = _BITS) -> tuple[torch.Tensor, to
 
 def _packed(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     top = 1 << (bits - 1)
-    blocks = pad(weight.float(), (0, -weight.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    blocks = pad(weight.float(), (0, -weight.shape[1] % BLOCK)).view(weight.shape[0], -1, BLOCK)
     # The weight with the largest absolute value becomes -top, which has no positive counterpart.
     extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -top
     least: torch.Tensor | None = None
@@ -142,7 +142,7 @@ def _packed(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
         least = torch.where(better, error, least)
         best = torch.where(better, values, best)
         scales = torch.where(better, candidate, scales)
-    integers = (best + top).to(torch.int32).unflatten(-1, (16 // bits, 4 * bits, 2))
+    integers = (best + top).to(torch.int32).view(*best.shape[:2], 16 // bits, 4 * bits, 2)
     packed = torch.zeros_like(integers[:, :, 0, :, 0])
     for i in range(32 // bits):
         packed |= integers[:, :, i // 2, :, i % 2] << (bits * i)
@@ -152,10 +152,7 @@ def _packed(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor
 def dequantized(packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
     """Return the weight `(outputs, inputs)` of a packed weight, in the data type of the scales."""
     if packed.is_cuda and scales.dtype in _HALF:
-        # Triton is installed only with PyTorch's builds for GPUs.
-        from .kernels import unpacked_rows
-
-        weight: torch.Tensor = unpacked_rows(packed, scales, inputs)
+        weight: torch.Tensor = torch.ops.accel.unpacked_rows(packed, scales, inputs)
         return weight
     bits = packed.shape[2] // 4
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device).view(-1, 2)
@@ -179,17 +176,38 @@ def weight_only_linear(
     rows = x.numel() // inputs
     if not x.is_cuda or rows > _FEW_ROWS or x.dtype not in _HALF:
         return linear(x, dequantized(packed, scales, inputs).to(x.dtype), bias)
-    # Triton is installed only with PyTorch's builds for GPUs.
-    from .kernels import few_rows_product
-
-    product: torch.Tensor = few_rows_product(x.reshape(rows, inputs).contiguous(), packed, scales)
+    product: torch.Tensor = torch.ops.accel.few_rows_product(x.reshape(rows, inputs), packed, scales)
     output = product.view(*x.shape[:-1], packed.shape[0])
     return output if bias is None else output + bias
 
 
-# Register the function as an operator, so that each call is a single node in the graph when the graph pass runs. The
-# compiler decomposes this node after the graph pass.
+def _few_rows_product(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    # Triton is installed only with PyTorch's builds for GPUs.
+    from .kernels import few_rows_product
+
+    return few_rows_product(x.contiguous(), packed, scales)
+
+
+def _unpacked_rows(packed: torch.Tensor, scales: torch.Tensor, inputs: int) -> torch.Tensor:
+    from .kernels import unpacked_rows
+
+    return unpacked_rows(packed, scales, inputs)
+
+
+# `weight_only_linear` is an operator, so that each call is a single node in the graph when the graph pass runs. The
+# compiler decomposes this node after the graph pass. The operators of the kernels stay in the graph: the compiler would
+# trace a Triton kernel again for each of its calls, which takes minutes for a model with 129 products.
 _LIBRARY: Any = torch.library.Library("accel", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("weight_only_linear(Tensor x, Tensor packed, Tensor scales, Tensor? bias) -> Tensor")
 _LIBRARY.impl("weight_only_linear", weight_only_linear, "CompositeImplicitAutograd")
 LINEAR: Any = torch.ops.accel.weight_only_linear.default
+_LIBRARY.define("few_rows_product(Tensor x, Tensor packed, Tensor scales) -> Tensor")
+_LIBRARY.impl("few_rows_product", _few_rows_product, "CUDA")
+torch.library.register_fake(
+    "accel::few_rows_product", lambda x, packed, _: x.new_empty(x.shape[0], packed.shape[0]), lib=_LIBRARY
+)
+_LIBRARY.define("unpacked_rows(Tensor packed, Tensor scales, int inputs) -> Tensor")
+_LIBRARY.impl("unpacked_rows", _unpacked_rows, "CUDA")
+torch.library.register_fake(
+    "accel::unpacked_rows", lambda packed, scales, inputs: scales.new_empty(packed.shape[0], inputs), lib=_LIBRARY
+)
