@@ -329,10 +329,9 @@ def _few_rows_product(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _in_float(moved, start: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the float32 number 1 + n / 2 ** (23 - start), where n are the 4 bits from bit `start` on."""
-    if start == 12:
-        code: tl.constexpr = "lop3.b32 $0, $1, 0xF000, 0x3F800000, 0xEA;"
-    else:
-        code: tl.constexpr = "lop3.b32 $0, $1, 0xF0000, 0x3F800000, 0xEA;"
+    code: tl.constexpr = (
+        "lop3.b32 $0, $1, 0xF000, 0x3F800000, 0xEA;" if start == 12 else "lop3.b32 $0, $1, 0xF0000, 0x3F800000, 0xEA;"
+    )
     number = tl.inline_asm_elementwise(code, "=r,r", [moved], dtype=tl.int32, is_pure=True, pack=1)
     return number.to(tl.float32, bitcast=True)
 

@@ -119,7 +119,7 @@ def pack_rows(weight: torch.Tensor, bits: int = _BITS) -> tuple[torch.Tensor, to
         needs neighbouring pairs of inputs.
     """
     rows = max(1, _QUANTIZED_TOGETHER // max(1, weight.shape[1]))
-    parts = [_packed(part, bits) for part in weight.split(rows)]
+    parts = [_packed(part, bits) for part in torch.split(weight, rows)]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 
