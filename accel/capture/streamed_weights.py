@@ -11,12 +11,13 @@ from __future__ import annotations
 import bisect
 import ctypes
 import json
+import logging
 import math
 import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ import torch
 
 from ..artifact.json_reading import read_json
 from ..errors import ExportError
+
+logger = logging.getLogger(__name__)
 
 
 class StreamingError(ExportError):
@@ -129,7 +132,9 @@ def empty_weight(count: int) -> torch.Tensor:
     """
     memory = mmap.mmap(-1, max(4 * count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        # Kernels without huge pages refuse this.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, np.float32, count))
 
 
@@ -232,7 +237,12 @@ def streamed_weights(folder: Path) -> StreamedWeights | None:
     files = _files(folder)
     if sys.platform != "linux" or not files:
         return None
-    weights = StreamedWeights(files)
+    try:
+        weights = StreamedWeights(files)
+    except OSError as error:
+        # Systems that reserve memory for each mapping may refuse that of the parameters. Other errors are raised again by transformers.
+        logger.info("The weights of %s cannot be streamed: %s", folder, error)
+        return None
     return weights if len(weights) else None
 
 
