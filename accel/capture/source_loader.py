@@ -227,7 +227,8 @@ def _load_module(
                 return _load_quantized(loader, folder, model_config, config, hub), None
             classes = classes_for(loader, model_config)
             # Custom code may do anything with the weights when it loads them.
-            streamed = streamed_weights(folder) if stream and classes and not hub.trust_remote_code else None
+            streams = stream and classes and gguf is None and not hub.trust_remote_code
+            streamed = streamed_weights(folder) if streams else None
             if streamed is None:
                 return _load_complete(loader.from_pretrained, folder, spec, config=model_config, **kwargs), None
             named = (model_config.architectures or [""])[0]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from ..backends.sessions import open_plan
 from ..backends.stage_backend_selection import StagePlan
 from ..config import ExportConfig, check_names
 from ..errors import ConfigError, ExportError, SessionError, TaskError, ValidationError
-from ..interfaces.protocols import Exporter
+from ..interfaces.protocols import Exporter, Session
 from ..interfaces.task_registry import is_adapter, task_spec
 from .graph_comparison import compare_with_model
 
@@ -43,18 +44,8 @@ def export_resolved(
 ) -> Artifact:
     """Export a resolved model, which is already on this machine. The arguments are those of `export`."""
     started = time.perf_counter()
-    name, capability = plan.backend.name, plan.capability
-    if not capability.does(resolved.task):
-        raise TaskError(
-            f"The backend {name!r} does not export models of the task {resolved.task!r}.",
-            fix="use another backend=... (--backend), or leave backend out.",
-        )
-    if config.dtype not in capability.dtypes:
-        raise ConfigError(
-            f"The backend {name!r} does not export models in {config.dtype}.",
-            fix=f"use dtype={' or '.join(capability.dtypes)}.",
-        )
-    check_names(f"The exporter of the backend {name!r}", "option", config.options, capability.options)
+    name = plan.backend.name
+    check_export(resolved, plan, config)
     exporter: Exporter = plan.worker()
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
@@ -75,6 +66,27 @@ def export_resolved(
     seconds = artifact.manifest.steps[-1].seconds
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
     return artifact
+
+
+def check_export(resolved: ResolvedModel, plan: StagePlan, config: ExportConfig) -> None:
+    """Check that a backend can export a model with these settings, before the model is loaded.
+
+    Raises:
+        TaskError: The backend does not export models of this task.
+        ConfigError: The backend does not export models in this data type, or an option does not exist.
+    """
+    name, capability = plan.backend.name, plan.capability
+    if not capability.does(resolved.task):
+        raise TaskError(
+            f"The backend {name!r} does not export models of the task {resolved.task!r}.",
+            fix="use another backend=... (--backend), or leave backend out.",
+        )
+    if config.dtype not in capability.dtypes:
+        raise ConfigError(
+            f"The backend {name!r} does not export models in {config.dtype}.",
+            fix=f"use dtype={' or '.join(capability.dtypes)}.",
+        )
+    check_names(f"The exporter of the backend {name!r}", "option", config.options, capability.options)
 
 
 def _export_source(
@@ -100,7 +112,7 @@ def _export_source(
             processor.save_pretrained(folder)
         progress.report("computing reference outputs", 1, 4)
         cases = capture.cases_by_part(source)
-        _check_outputs(source, cases)
+        check_outputs(source, cases)
         changed = capture.padding_difference(source) if not task_spec(source.task).generates else None
         # Release the memory of the weights: after this line they are read only once, when they are written.
         capture.release_pages(source.weights)
@@ -124,7 +136,7 @@ def _export_source(
     return Artifact(out, artifact.manifest)
 
 
-def _check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
+def check_outputs(source: capture.Source, cases: Mapping[str, Sequence[capture.Case]]) -> None:
     """Check that the outputs of the PyTorch model match its task and are numbers.
 
     Raises:
@@ -216,15 +228,34 @@ def _check(
         ValidationError: A case differs by more than the tolerance, or a row of a batch differs from the same row run
             alone.
     """
+    dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
+    with opened(artifact, backend, hub) as sessions:
+        return compare_with_model(sessions, cases, config.atol, dtype, model)
+
+
+@contextmanager
+def opened(
+    artifact: Artifact, backend: str, hub: HubOptions, *, exact: bool = False
+) -> Iterator[Mapping[str, Session]]:
+    """Open the graphs of a new artifact for a comparison, and close them at the end.
+
+    Args:
+        artifact: The artifact.
+        backend: Name of the backend that exported it.
+        hub: Hub options of the model.
+        exact: Whether layers with quantized weights compute in float32.
+
+    Raises:
+        ExportError: The backend cannot run a graph.
+    """
     devices = registry.probe(registry.describe(backend)).devices
     on_host = artifact.manifest.run is None and any(device.type == "cpu" for device in devices)
     settings = RunPreferences(backend=backend, device="cpu" if on_host else None)
-    dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     try:
         plan = make_plan(ResolvedModel.of_artifact(artifact, hub), settings)
-        sessions = open_plan(plan, few_calls=True, states=False)
+        sessions = open_plan(plan, few_calls=True, states=False, exact=exact)
         try:
-            return compare_with_model(sessions.sessions, cases, config.atol, dtype, model)
+            yield sessions.sessions
         finally:
             sessions.close()
     except SessionError as error:

@@ -21,15 +21,12 @@ from .. import capture, progress
 from ..artifact.atomic_folder_writing import copy_companions, staging
 from ..artifact.manifest import PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, Artifact
 from ..artifact.resolved_model import ResolvedModel
-from ..backends import registry
-from ..backends.plan import RunPreferences, make_plan
-from ..backends.sessions import open_plan
 from ..backends.stage_backend_selection import SchemePlan
 from ..config import ExportConfig, QuantizeConfig
-from ..errors import QuantizeError, ValidationError
+from ..errors import ExportError, QuantizeError, ValidationError
 from ..interfaces.protocols import QuantizedExport, QuantizingExporter
 from ..interfaces.task_registry import task_spec
-from .checked_export import export_resolved, load_source, with_bounds
+from .checked_export import check_export, check_outputs, export_resolved, load_source, opened, with_bounds
 from .graph_comparison import compare, compare_rows, merged
 from .optimize import optimize
 from .quantize import check_settings, quantize
@@ -74,6 +71,7 @@ def export_to_scheme(
         ValidationError: Outputs differ by more than the tolerance.
     """
     if plan.is_one_pass and calibration is None and not any(value is not None for value in others.values()):
+        check_export(resolved, plan.exporter, config)
         check_settings(plan.quantize, plan.quantizer.backend)
         artifact = _export_in_one_pass(resolved, out, plan, config)
         if artifact is not None:
@@ -129,8 +127,9 @@ def _export_in_one_pass(resolved: ResolvedModel, out: Path, plan: SchemePlan, co
             logger.info(
                 "exported and quantized %s (%s) to %s in %.1f s", source.origin.id, plan.quantize.scheme, out, seconds
             )
-    except (capture.StreamingError, ValidationError) as error:
-        # The checks of the three stages accept larger differences if PyTorch itself rounds as much.
+    except (ExportError, ValidationError) as error:
+        # The export in the three stages tries again with fixed image sizes or with eager attention, and its check accepts larger
+        # differences if PyTorch itself rounds as much.
         logger.warning("One pass is not possible, so the three stages run one after another: %s", error.message)
         return None
     progress.report("exported and quantized", 4, 4)
@@ -156,6 +155,9 @@ def _check(
     """Compare the new artifact with the PyTorch model that has the quantized weights; compare these weights with the checkpoint.
 
     Raises:
+        StreamingError: The PyTorch model computes NaN.
+        TaskError: The class of the model does not belong to the task.
+        ExportError: The backend cannot run a graph.
         ValidationError: An output or a weight differs by more than the tolerance.
     """
     assert source.streamed is not None
@@ -186,21 +188,14 @@ def _check(
             "The PyTorch model computes NaN: its code reads weights outside of their modules, or the checkpoint contains NaN.",
             fix="export, optimize and quantize the model with three commands.",
         )
+    check_outputs(source, cases)
     progress.report("checking against PyTorch", 3, 4)
-    on_host = any(device.type == "cpu" for device in registry.probe(registry.describe(backend)).devices)
-    preferences = RunPreferences(backend=backend, device="cpu" if on_host else None)
-    plan = make_plan(ResolvedModel.of_artifact(result.artifact, resolved.hub), preferences)
-    sessions = open_plan(plan, few_calls=True, states=False, exact=True)
-    try:
-        compared = {
-            name: compare(session, cases[name], config.atol, "float32") for name, session in sessions.sessions.items()
-        }
+    with opened(result.artifact, backend, resolved.hub, exact=True) as sessions:
+        compared = {name: compare(session, cases[name], config.atol, "float32") for name, session in sessions.items()}
         rows = [
             compare_rows(session, cases[name], source.config, config.atol, "float32")
-            for name, session in sessions.sessions.items()
+            for name, session in sessions.items()
         ]
-    finally:
-        sessions.close()
     validation = {**merged(compared), ROW_DIFFERENCE: max(rows), WEIGHT_ERROR: max(errors.values(), default=0.0)}
     return validation if changed is None else {**validation, PADDING_DIFFERENCE: changed}
 

@@ -131,6 +131,29 @@ def test_weights_that_loading_computes_are_not_streamed(tmp_path: Path, caplog: 
     assert "experts" in caplog.text
 
 
+def test_models_that_need_a_second_trace_go_through_three_stages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Swin can only be exported for one image size. The export tries this after the trace with a variable size failed."""
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4
+    )
+    torch.manual_seed(0)
+    transformers.SwinForImageClassification(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    with caplog.at_level(logging.WARNING):
+        artifact = accel.export(tmp_path / "model", tmp_path / "out", quantize="weight-int8")
+    assert "variable image size" in caplog.text
+    assert artifact.manifest.quantization is not None
+
+
+def test_settings_of_the_export_are_checked(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", "bert")
+    with pytest.raises(ConfigError, match="bfloat16"):
+        accel.export(model, tmp_path / "out", quantize="weight-int8", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="speed"):
+        accel.export(model, tmp_path / "out", quantize="weight-int8", options={"speed": "fast"})
+
+
 class _ThreeStagesError(Exception):
     """Raised instead of an export in three stages."""
 
