@@ -35,7 +35,7 @@ from ..graph.editing import (
     write_graph,
 )
 from .attention_operators import OrtAttention
-from .checked_weights import quantized_weights
+from .dequantized_weights import quantized_weights
 from .lazy_weights import read_from_checkpoint, release_when_written
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences

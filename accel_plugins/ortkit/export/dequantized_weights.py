@@ -1,4 +1,4 @@
-"""Quantized weights of an artifact, read from its files as float32 values of the PyTorch model's parameters."""
+"""Read quantized weights from the files of an artifact, as float32 values of the parameters of the PyTorch model."""
 
 from __future__ import annotations
 
