@@ -329,8 +329,8 @@ def write_artifact(
     components = with_files(out, parent.components, [[component.file, *weights] for component in parent.components])
     if parent.path != out:
         copy_companions(parent.path, out)
-    if parent.path != out and (parent.path / _EXPORT_MANIFEST).is_file():
-        shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
+        if (parent.path / _EXPORT_MANIFEST).is_file():
+            shutil.copyfile(parent.path / _EXPORT_MANIFEST, out / _EXPORT_MANIFEST)
     opsets = [model.opset_imports.get("") for model in models.values()]
     return parent.after(
         step,
