@@ -2,15 +2,27 @@
 
     make bench-peers
     python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON]
-        [--llama-cpp FOLDER] [--shape llama-1b] [--layers 8]
+        [--llama-cpp FOLDER] [--shape llama-1b] [--layers 8] [--prepare] [--continue] [--lock FILE]
 
 The model has the shape of Qwen2-0.5B (with 8 layers) or of Llama-3.2-1B (1.04 billion parameters), a vocabulary of 32,000 and random
-weights. It generates one row with greedy search. Each library is installed in a separate environment, and each row of the result is
-measured in a process that loads its own artifact once. The processes take turns for `--rounds` rounds. In each round, they generate
-`--new` tokens from a prompt of each length in `--prompts`. The result contains two numbers for each row and length:
+weights in bfloat16. It generates one row with greedy search. Each library is installed in a separate environment, and each row of the
+result is measured in a process that loads its own artifact once. The processes take turns for `--rounds` rounds. In each round, they
+generate `--new` tokens from a prompt of each length in `--prompts`. The result contains for each row and length:
 
 - first: milliseconds from the prompt to the first token, as the median and the shortest time;
-- tokens/s: tokens per second after the first token, as the median and the 95th percentile.
+- tokens/s: tokens per second after the first token, as the median and the 95th percentile;
+- step: milliseconds of a step, as the median of the rounds' medians and as their smallest and largest value.
+
+`weight_bytes` are the bytes of the weights that a step reads, as stored in the row's files: all weights except embedding tables from
+which a step reads one row.
+
+On a machine that does other work, measure in several short runs: `--prepare` only writes the artifacts, `--continue` adds rounds to those
+of earlier runs with the same work folder, and `--lock FILE` holds a lock on a file (as `flock FILE` does) during each round.
+
+`--start` measures something else: the time from the start of a process to the first token after a prompt of 16 tokens. Every run is a new
+process, and the rows take turns. `--drop` first removes the row's artifact from the page cache of the operating system. Libraries stay in
+the page cache. The result contains three numbers for each row: seconds until the library is imported, until the model is loaded, and until
+the first token.
 
 Rows with "inexact" in their names use the defaults of optimum-intel: bfloat16 if the processor supports it, activations in 8 bits, and
 keys and values in 8 bits. accel and optimum-intel are timed with a streamer in `generate` of transformers. onnxruntime-genai is timed in
@@ -21,14 +33,17 @@ matrices of its GGUF file are Q4_0 (blocks of 32).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +66,21 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "accel cpu int8": {"side": "ours", "backend": "cpu", "scheme": "weight-int8"},
     "accel openvino int4": {"side": "ours", "backend": "openvino", "scheme": "weight-int4"},
+    "accel openvino int4, blocks of 128": {
+        "side": "ours",
+        "backend": "openvino",
+        "scheme": "weight-int4",
+        "block_size": 128,
+    },
     "accel openvino int8": {"side": "ours", "backend": "openvino", "scheme": "weight-int8"},
     "accel openvino int4, inexact": {"side": "ours", "backend": "openvino", "scheme": "weight-int4", "inexact": True},
+    "accel openvino int4, blocks of 128, inexact": {
+        "side": "ours",
+        "backend": "openvino",
+        "scheme": "weight-int4",
+        "block_size": 128,
+        "inexact": True,
+    },
     "accel openvino int8, inexact": {"side": "ours", "backend": "openvino", "scheme": "weight-int8", "inexact": True},
     "optimum-intel int4": {"side": "optimum-intel", "bits": 4},
     "optimum-intel int8": {"side": "optimum-intel", "bits": 8},
@@ -60,6 +88,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "genai int4, blocks of 128": {"side": "genai", "precision": "int4", "block_size": 128},
     "llama.cpp Q4_0": {"side": "llama.cpp"},
 }
+ONNX_BITS = {1: 32, 2: 8, 3: 8, 10: 16, 16: 16, 21: 4, 22: 4}
+"""Bits of a value of each ONNX data type that stores weights: float32, uint8, int8, float16, bfloat16, uint4 and int4."""
+
 SHAPES = {"qwen2-0.5b": 8, "llama-1b": 16}
 """Shapes of the model, with the usual number of layers."""
 
@@ -91,7 +122,7 @@ def save_model(folder: Path, layers: int, shape: str = "qwen2-0.5b") -> Path:
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(configuration(layers, shape=shape)).eval()
         model.generation_config.eos_token_id = None
-        model.save_pretrained(folder)
+        model.to(torch.bfloat16).save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
     return folder
 
@@ -125,7 +156,7 @@ def save_gguf(folder: Path, file: Path) -> Path:
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, tensor in model.named_parameters():
         stem, _, suffix = name.rpartition(".")
-        values = tensor.detach().numpy()
+        values = tensor.detach().float().numpy()
         if arch == gguf.MODEL_ARCH.LLAMA and stem.endswith(("q_proj", "k_proj")):
             # llama.cpp stores the rotated halves of each head interleaved.
             halves = values.reshape(-1, 2, config.head_dim // 2, values.shape[-1])
@@ -140,6 +171,9 @@ def save_gguf(folder: Path, file: Path) -> Path:
 
 
 # Functions that run in the measured processes
+
+IMPORTED: list[float] = []
+"""The time when the library was imported."""
 
 
 class Clock:
@@ -179,22 +213,33 @@ def pytorch(spec: dict[str, Any]) -> Any:
     import torch
     import transformers
 
+    IMPORTED.append(time.time())
     return by_generate(transformers.AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32).eval())
+
+
+def artifact_folder(spec: dict[str, Any]) -> Path:
+    """Return the folder or file of a row's artifact."""
+    if spec["side"] == "ours":
+        settings = [str(spec[name]) for name in ("block_size", "symmetric") if name in spec]
+        name = "-".join([spec["backend"], spec["scheme"], *settings])
+    elif spec["side"] == "optimum-intel":
+        name = f"optimum-intel-{spec['bits']}"
+    elif spec["side"] == "genai":
+        name = f"genai-{spec['precision']}-{spec.get('block_size', 32)}"
+    else:
+        name = {"llama.cpp": "q4_0.gguf", "pytorch": "model"}[spec["side"]]
+    return Path(spec["work"]) / name
 
 
 def ours(spec: dict[str, Any]) -> Any:
     import accel
 
-    own_scheme = {name: spec[name] for name in ("block_size", "symmetric") if name in spec}
-    folder = Path(spec["work"]) / "-".join([spec["backend"], spec["scheme"], *map(str, own_scheme.values())])
+    folder = artifact_folder(spec)
     if not folder.is_dir():
-        plain = Path(spec["work"]) / f"{spec['backend']}-float32"
-        if not plain.is_dir():
-            accel.export(spec["model"], plain, backend=spec["backend"])
-        if spec["backend"] == "cpu":
-            optimized = Path(spec["work"]) / "cpu-O2"
-            plain = optimized if optimized.is_dir() else accel.optimize(plain, optimized, level="O2").path
-        accel.quantize(plain, folder, scheme=spec["scheme"], **own_scheme)
+        settings = {name: spec[name] for name in ("block_size", "symmetric") if name in spec}
+        scheme = accel.QuantizeConfig(scheme=spec["scheme"], **settings)
+        accel.export(spec["model"], folder, backend=spec["backend"], quantize=scheme)
+    IMPORTED.append(time.time())
     options, provider_options = accel.SessionOptions(threads=spec["threads"]), {}
     if spec.get("inexact"):
         half = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else None
@@ -210,12 +255,13 @@ def ours(spec: dict[str, Any]) -> Any:
 def optimum_intel(spec: dict[str, Any]) -> Any:
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
-    folder = Path(spec["work"]) / f"optimum-intel-{spec['bits']}"
+    folder = artifact_folder(spec)
     if not folder.is_dir():
         quantization = OVWeightQuantizationConfig(bits=spec["bits"])
         OVModelForCausalLM.from_pretrained(
             spec["model"], export=True, compile=False, quantization_config=quantization
         ).save_pretrained(folder)
+    IMPORTED.append(time.time())
     settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": spec["threads"]}
     return by_generate(OVModelForCausalLM.from_pretrained(folder, ov_config=settings))
 
@@ -223,8 +269,7 @@ def optimum_intel(spec: dict[str, Any]) -> Any:
 def genai(spec: dict[str, Any]) -> Any:
     import onnxruntime_genai as og
 
-    blocks = spec.get("block_size", 32)
-    folder = Path(spec["work"]) / f"genai-{spec['precision']}-{blocks}"
+    blocks, folder = spec.get("block_size", 32), artifact_folder(spec)
     if not (folder / "genai_config.json").is_file():
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", spec["model"], "-o", str(folder)]
         subprocess.run(
@@ -235,6 +280,7 @@ def genai(spec: dict[str, Any]) -> Any:
         settings = json.loads((folder / "genai_config.json").read_text())
         settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = spec["threads"]
         (folder / "genai_config.json").write_text(json.dumps(settings))
+    IMPORTED.append(time.time())
     model = og.Model(str(folder))
 
     def run(prompt: list[int], new: int) -> Timed:
@@ -261,7 +307,11 @@ def answer(spec: dict[str, Any]) -> None:
     # The libraries may print text, which must not mix with the printed times, so their output goes to standard error.
     answers, sys.stdout = sys.stdout, sys.stderr
     run = SIDES[spec["side"]](spec)
-    run(list(range(10, 26)), 4)
+    loaded = time.time()
+    run(list(range(10, 26)), 1 if spec.get("start") else 4)
+    if spec.get("start"):
+        print(json.dumps([IMPORTED[0], loaded, time.time()]), file=answers, flush=True)
+        return
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         length, new = map(int, line.split())
@@ -269,6 +319,39 @@ def answer(spec: dict[str, Any]) -> None:
 
 
 # Functions that run in the main process
+
+
+def start_process(interpreter: str, spec: dict[str, Any]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
+    if interpreter != sys.executable:
+        environment.pop("PYTHONPATH", None)
+    command = [interpreter, __file__, "--answer", json.dumps(spec)]
+    if spec["side"] == "llama.cpp":
+        file = save_gguf(Path(spec["model"]), artifact_folder(spec))
+        script = Path(__file__).with_name("llama_cpp.mjs")
+        mode = "start" if spec.get("start") else "rounds"
+        command = ["node", str(script), interpreter, str(file), str(spec["threads"]), mode]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Remove the files of an artifact from the page cache of the operating system."""
+    for file in [path] if path.is_file() else path.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def first_token(interpreter: str, spec: dict[str, Any], *, drop: bool) -> list[float]:
+    """Return the seconds from the start of a process until the import, the loaded model and the first token."""
+    if drop:
+        drop_from_page_cache(artifact_folder(spec))
+    started = time.time()
+    process = start_process(interpreter, {**spec, "start": True})
+    text, _ = process.communicate()
+    return [moment - started for moment in json.loads(text)]
 
 
 class Side:
@@ -280,17 +363,7 @@ class Side:
     """
 
     def __init__(self, interpreter: str, spec: dict[str, Any]) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"])}
-        if interpreter != sys.executable:
-            environment.pop("PYTHONPATH", None)
-        command = [interpreter, __file__, "--answer", json.dumps(spec)]
-        if spec["side"] == "llama.cpp":
-            file = save_gguf(Path(spec["model"]), Path(spec["work"]) / "q4_0.gguf")
-            script = Path(__file__).with_name("llama_cpp.mjs")
-            command = ["node", str(script), interpreter, str(file), str(spec["threads"])]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self._process = start_process(interpreter, spec)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise SystemExit(f"{spec} failed; its error is above")
@@ -309,13 +382,92 @@ class Side:
         self._process.wait(60)
 
 
-def summary(firsts: list[float], steps: list[float]) -> dict[str, float]:
-    steps = sorted(steps)
+def weight_bytes(spec: dict[str, Any]) -> int:
+    """Return the bytes of the weights that a decode step reads, as stored in the files of the row's artifact."""
+    path = artifact_folder(spec)
+    if spec["side"] == "llama.cpp":
+        import gguf
+
+        # A tied embedding is also the last matrix product.
+        return sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors)
+    if spec["side"] == "pytorch":
+        import transformers
+
+        return 4 * int(transformers.AutoModelForCausalLM.from_pretrained(path).num_parameters())
+    graphs = [*path.rglob("*.xml")]
+    if graphs:
+        return sum(map(openvino_bytes, graphs))
+    return sum(map(onnx_bytes, path.glob("*.onnx")))
+
+
+def onnx_bytes(file: Path) -> int:
+    import onnx
+
+    graph = onnx.load(file, load_external_data=False).graph
+    sizes = {
+        tensor.name: math.prod(tensor.dims) * ONNX_BITS[tensor.data_type] // 8
+        for tensor in graph.initializer
+        if tensor.data_type in ONNX_BITS
+    }
+    names = {
+        name
+        for node in graph.node
+        if not node.op_type.startswith("Gather") and node.op_type != "GroupQueryAttention"
+        for name in node.input
+    }
+    return sum(sizes[name] for name in names & sizes.keys())
+
+
+def openvino_bytes(file: Path) -> int:
+    from xml.etree import ElementTree as ET
+
+    net = ET.parse(file).getroot()
+    kinds = {layer.get("id"): layer.get("type") for layer in net.iter("layer")}
+    sizes = {
+        layer.get("id"): int(layer.find("data").get("size", 0))
+        for layer in net.iter("layer")
+        if layer.get("type") == "Const"
+    }  # type: ignore[union-attr]
+    consumers: dict[str | None, list[str | None]] = {}
+    for edge in net.iter("edge"):
+        consumers.setdefault(edge.get("from-layer"), []).append(edge.get("to-layer"))
+
+    def is_table(layer: str | None) -> bool:
+        """Whether only Gather reads a constant, or what dequantization computes from it."""
+        return all(
+            kinds[consumer] == "Gather"
+            or (kinds[consumer] in {"Convert", "Subtract", "Multiply", "Reshape"} and is_table(consumer))
+            for consumer in consumers.get(layer, [])
+        )
+
+    return sum(size for layer, size in sizes.items() if not is_table(layer))
+
+
+@contextlib.contextmanager
+def locked(file: Path | None) -> Iterator[None]:
+    """Hold an exclusive lock on a file, if there is one."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def summary(rounds: list[Timed]) -> dict[str, float]:
+    firsts = [first for first, _ in rounds]
+    steps = sorted(itertools.chain.from_iterable(steps for _, steps in rounds))
+    medians = [statistics.median(steps) for _, steps in rounds]
     return {
+        "rounds": len(rounds),
         "first_ms": round(statistics.median(firsts) * 1e3, 1),
         "best_first_ms": round(min(firsts) * 1e3, 1),
+        "most_first_ms": round(max(firsts) * 1e3, 1),
         "tokens_per_s": round(1 / statistics.median(steps), 1),
         "best_twentieth_tokens_per_s": round(1 / steps[len(steps) // 20], 1),
+        "step_ms": round(statistics.median(medians) * 1e3, 2),
+        "least_step_ms": round(min(medians) * 1e3, 2),
+        "most_step_ms": round(max(medians) * 1e3, 2),
     }
 
 
@@ -333,6 +485,15 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--prepare", action="store_true", help="write the artifacts and measure nothing")
+    parser.add_argument(
+        "--continue", action="store_true", help="add rounds to those of earlier runs in the work folder"
+    )
+    parser.add_argument("--lock", type=Path, help="file to lock exclusively during each round")
+    parser.add_argument("--start", action="store_true", help="measure the time from process start to the first token")
+    parser.add_argument(
+        "--drop", action="store_true", help="with --start: remove the artifact from the page cache first"
+    )
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.answer is not None:
@@ -348,32 +509,61 @@ def main() -> None:
     model = save_model(work / "model", layers, args.shape)
     chosen = {name: row for name, row in ROWS.items() if name in args.rows and interpreters[row["side"]] is not None}
     same = {"model": str(model), "work": str(work), "threads": args.threads}
-    sides = {name: Side(interpreters[row["side"]], {**row, **same}) for name, row in chosen.items()}
-    durations: dict[str, dict[int, tuple[list[float], list[float]]]] = {
-        name: {length: ([], []) for length in args.prompts} for name in sides
-    }
+    specs = {name: {**row, **same} for name, row in chosen.items()}
+    if args.prepare:
+        for spec in specs.values():
+            Side(interpreters[spec["side"]], spec).close()
+        return
+    conditions = {"processors": args.threads, "shape": args.shape, "layers": layers, "load": os.getloadavg()[0]}
+    if args.start:
+        starts: dict[str, list[list[float]]] = {name: [] for name in specs}
+        for _ in range(args.rounds):
+            with locked(args.lock):
+                for name, spec in specs.items():
+                    starts[name].append(first_token(interpreters[spec["side"]], spec, drop=args.drop))
+        medians = {
+            name: {
+                kind: round(statistics.median(values), 2)
+                for kind, values in zip(
+                    ("imported_s", "loaded_s", "first_token_s"), zip(*runs, strict=True), strict=True
+                )
+            }
+            | {"least_s": round(min(run[2] for run in runs), 2), "most_s": round(max(run[2] for run in runs), 2)}
+            for name, runs in starts.items()
+        }
+        print(json.dumps(medians, indent=1))
+        if args.out is not None:
+            args.out.write_text(json.dumps({**conditions, "dropped": args.drop, "rows": medians}, indent=1) + "\n")
+        return
+    records, times = work / "times.json", {}
+    if vars(args)["continue"] and records.is_file():
+        times = json.loads(records.read_text())
+    sides = {name: Side(interpreters[spec["side"]], spec) for name, spec in specs.items()}
     for turn in range(args.rounds):
         for length in args.prompts:
-            for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
-                first, steps = sides[name].run(length, args.new)
-                durations[name][length][0].append(first)
-                durations[name][length][1].extend(steps)
+            with locked(args.lock):
+                for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
+                    times.setdefault(name, {}).setdefault(str(length), []).append(sides[name].run(length, args.new))
+            records.write_text(json.dumps(times))
     for side in sides.values():
         side.close()
-    rows = {name: {length: summary(*times) for length, times in lengths.items()} for name, lengths in durations.items()}
-    for length in args.prompts:
-        print(f"\nprompt of {length}\n{'':32}first ms    best   tokens/s    best")
-        for name, lengths in rows.items():
-            values = lengths[length]
-            print(
-                f"{name:32}{values['first_ms']:8.0f}{values['best_first_ms']:8.0f}{values['tokens_per_s']:11.1f}"
-                f"{values['best_twentieth_tokens_per_s']:8.1f}"
-            )
+    specs = {name: {**ROWS[name], **same} for name in ROWS if name in times}
+    rows = {
+        name: {length: summary(rounds) for length, rounds in times[name].items()} | {"weight_bytes": weight_bytes(spec)}
+        for name, spec in specs.items()
+    }
+    for length in sorted({length for row in times.values() for length in row}, key=int):
+        print(f"\nprompt of {length}\n{'':48}first ms    best   tokens/s    best  step ms     from       to       MB")
+        for name, row in rows.items():
+            if length in row:
+                values = row[length]
+                print(
+                    f"{name:48}{values['first_ms']:8.0f}{values['best_first_ms']:8.0f}{values['tokens_per_s']:11.1f}"
+                    f"{values['best_twentieth_tokens_per_s']:8.1f}{values['step_ms']:9.2f}{values['least_step_ms']:9.2f}"
+                    f"{values['most_step_ms']:9.2f}{row['weight_bytes'] / 1e6:9.0f}"
+                )
     if args.out is not None:
-        result = {
-            "processors": args.threads, "shape": args.shape, "layers": layers, "load": os.getloadavg()[0], "rows": rows,
-        }  # fmt: skip
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
