@@ -95,6 +95,10 @@ class OptionTrial:
     tasks: tuple[str, ...] = ("*",)
     same_speed: bool = False
 
+    def fits(self, task: str) -> bool:
+        """Return whether the value is measured for a task."""
+        return "*" in self.tasks or among(task, self.tasks)
+
 
 @dataclass(frozen=True, slots=True)
 class SchemeSettings:
@@ -168,7 +172,11 @@ class Capability:
     def scheme_trials(self, scheme: str, task: str) -> tuple[OptionTrial, ...]:
         """Return the values of a scheme's settings that a search measures for a task."""
         trials = next((entry.trials for entry in self.settings if entry.scheme == scheme), ())
-        return tuple(trial for trial in trials if "*" in trial.tasks or among(task, trial.tasks))
+        return tuple(trial for trial in trials if trial.fits(task))
+
+    def run_trials(self, task: str, device: str) -> tuple[OptionTrial, ...]:
+        """Return the values of provider options that a search measures for a task on a type of device."""
+        return tuple(trial for trial in self.trials if device in trial.devices and trial.fits(task))
 
     def does(self, task: str) -> bool:
         """Return whether the capability supports a task."""

@@ -344,8 +344,8 @@ class SearchSpace:
         kind = DeviceSpec.parse(candidate.device).type
         others = [
             replace(candidate, provider_options={trial.name: trial.value})
-            for trial in capability.trials
-            if kind in trial.devices and not candidate.provider_options
+            for trial in capability.run_trials(self._task, kind)
+            if not candidate.provider_options
         ]
         return [*(replace(candidate, options=one_change) for one_change in changed), *others]
 

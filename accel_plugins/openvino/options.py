@@ -30,6 +30,7 @@ class OpenVinoOptions(JsonConfig):
         cache_dir: Folder for compiled models.
         dynamic_quantization_group_size: Number of activations that share a scale when the inputs of compressed weights
             are quantized at run time; 0 keeps them in floating point.
+        kv_cache_precision: OpenVINO's name of the data type of the KV cache.
         runtime_cache_capacity: Maximum number of kernels in the CPU plugin's cache.
     """
 
@@ -38,6 +39,7 @@ class OpenVinoOptions(JsonConfig):
     pinning: bool | None = None
     cache_dir: str | Path | None = None
     dynamic_quantization_group_size: int | None = None
+    kv_cache_precision: Literal["u8", "bf16", "f16", "f32"] | None = None
     runtime_cache_capacity: int | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +61,7 @@ class OpenVinoOptions(JsonConfig):
             "ENABLE_CPU_PINNING": self.pinning,
             "CACHE_DIR": self.cache_dir and _folder(self.cache_dir),
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.dynamic_quantization_group_size,
+            "KV_CACHE_PRECISION": self.kv_cache_precision,
             "CPU_RUNTIME_CACHE_CAPACITY": self.runtime_cache_capacity,
         }
         return {name: value for name, value in values.items() if value is not None}

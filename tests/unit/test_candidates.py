@@ -156,6 +156,21 @@ def test_backend_options_are_tried_on_their_devices(space: SearchSpace, monkeypa
     assert combined([fewer, tried]).options == fewer.options
 
 
+def test_backend_options_are_tried_for_their_tasks(space: SearchSpace, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = OptionTrial("cache", "8 bits", tasks=(GENERATES,))
+    runs = Capability(stage="run", consumes="vendor_graph", trials=(trial,))
+    vendor = replace(VENDOR, capabilities=(VENDOR.capabilities[0], runs), recorded_options=("cache",))
+    monkeypatch.setattr(registry, "describe_all", lambda: ((vendor,), {}))
+    monkeypatch.setattr(registry, "describe", lambda name: vendor)
+    tried = {}
+    for task in ("text-classification", "text-generation"):
+        searched = SearchSpace(task=task, device=None, backends=None, half_exports=False, calibrated=True)
+        (candidate,) = searched.candidates(searched.exports()[0], "float32")
+        varied = searched.variations(candidate, dtype="float32", lengths=[32], masked=False)
+        tried[task] = [variation.provider_options for variation in varied if variation.provider_options]
+    assert tried == {"text-classification": [], "text-generation": [{"cache": "8 bits"}]}
+
+
 def test_combined_candidate_has_every_change() -> None:
     base = Candidate(
         recipe=Recipe(stage="export", backend="a", format="f", setting="float32"), backend="a", device="cpu"
