@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ from accel.errors import BackendUnavailableError, ConfigError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.interfaces.specs import BackendSpec, DeviceSpec, Probe, Reason
 
+from .runtime.huge_pages import weights_in_huge_pages
 from .runtime.nvidia import check_option_names
 from .runtime.plugin_providers import device_specs, other_providers, provider_devices, register_library
+from .runtime.provider_assignment import CPU
 from .runtime.session import OrtSession, for_float8, is_float8, open_runtime
 
 _HALF = ("float16", "bfloat16")
@@ -177,26 +180,28 @@ class ProviderBackend:
         computes = self._compute_dtype(artifact, request.session)
         devices = self._library_devices(request.device)
         options = self._session_options(artifact, request)
-        return {
-            component.name: OrtSession(
-                open_runtime(
-                    artifact.path / component.file,
+        large = self.provider == CPU and not request.few_calls and artifact.bytes >= _LARGE_BYTES
+        with weights_in_huge_pages() if large else nullcontext():
+            return {
+                component.name: OrtSession(
+                    open_runtime(
+                        artifact.path / component.file,
+                        component,
+                        provider=self.provider,
+                        provider_options=self.provider_options(artifact, component, request.device, request.options),
+                        options=options,
+                        disabled_optimizers=self.disabled_optimizers(artifact, component),
+                        shapes=request.shapes,
+                        devices=devices,
+                        model=self._graph(artifact, component, request, options),
+                    ),
                     component,
-                    provider=self.provider,
-                    provider_options=self.provider_options(artifact, component, request.device, request.options),
-                    options=options,
-                    disabled_optimizers=self.disabled_optimizers(artifact, component),
-                    shapes=request.shapes,
-                    devices=devices,
-                    model=self._graph(artifact, component, request, options),
-                ),
-                component,
-                request.device,
-                computes,
-                request.shapes,
-            )
-            for component in artifact.components
-        }
+                    request.device,
+                    computes,
+                    request.shapes,
+                )
+                for component in artifact.components
+            }
 
     def _session_options(self, artifact: Artifact, request: OpenRequest) -> SessionOptions:
         """Return the session options; for few calls, the weights of a large artifact stay in the memory-mapped file."""
