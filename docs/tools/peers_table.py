@@ -40,7 +40,11 @@ _LABELS = {
     "accel openvino int4": "accel, OpenVINO, int4",
     "accel openvino int4, inexact": "accel, OpenVINO, int4, activations and KV cache in 8 bits",
     "optimum-intel int4": "optimum-intel, int4 (activations and KV cache in 8 bits)",
+    "accel openvino int4, blocks of 128": "accel, OpenVINO, int4, blocks of 128",
+    "accel openvino int4, blocks of 128, inexact": "accel, OpenVINO, int4, blocks of 128, activations and KV cache in 8 bits",
     "genai int4": "onnxruntime-genai, int4",
+    "genai int4, blocks of 128": "onnxruntime-genai, int4, blocks of 128",
+    "llama.cpp Q4_0": "llama.cpp, Q4_0",
 }
 
 
@@ -85,7 +89,48 @@ def generation() -> str:
     )
 
 
-TABLES = {"peers": classification, "generation": generation}
+def large_model(name: str) -> str:
+    """Return a table of text generation with the range of the rounds and the share of the memory bandwidth."""
+    report = read(name)
+    lengths = sorted({length for row in report["rows"].values() for length in row if length != "weight_bytes"}, key=int)
+    columns = [
+        "MB a step",
+        *(f"{name}, prompt of {length}" for length in lengths for name in ("first token, ms", "a step, ms")),
+    ]
+    bandwidth = report.get("read_gb_per_s")
+    if bandwidth is not None:
+        columns.append(f"share of {bandwidth} GB/s")
+    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    for name, row in report["rows"].items():
+        label = _LABELS.get(name, name)
+        cells = [f"{row['weight_bytes'] / 1e6:.0f}"]
+        for length in lengths:
+            if length in row:
+                values = row[length]
+                step = f"{values['step_ms']:.1f} ({values['least_step_ms']:.1f} to {values['most_step_ms']:.1f})"
+                cells += [
+                    f"{values['first_ms']:,.0f} ({values['best_first_ms']:,.0f} to {values['most_first_ms']:,.0f})",
+                    step,
+                ]
+            else:
+                cells += ["", ""]
+        if bandwidth is not None:
+            cells.append(f"{row['weight_bytes'] / 1e6 / row[lengths[0]]['step_ms'] / bandwidth:.0%}")
+        lines.append(f"| {f'**{label}**' if name.startswith('accel') else label} | " + " | ".join(cells) + " |")
+    rounds = sorted(
+        {values["rounds"] for row in report["rows"].values() for key, values in row.items() if key != "weight_bytes"}
+    )
+    return "\n".join(lines) + (
+        f"\n\nMedians of {' to '.join(map(str, rounds))} rounds; in parentheses, the fastest and the slowest round. Measured on "
+        f"{report['processors']} processor cores.\n"
+    )
+
+
+TABLES = {
+    "peers": classification,
+    "generation": generation,
+    "generation-1b": lambda: large_model("generation_peers_1b.json"),
+}
 
 
 def filled(text: str) -> str:

@@ -53,7 +53,7 @@ from accel.testing.copies_without_manifest import as_foreign
 from accel.testing.image_models import PICTURES
 from accel.testing.models import tiny_model
 from accel_plugins.openvino.exporter import output_specs
-from accel_plugins.openvino.options import properties
+from accel_plugins.openvino.options import PRECISIONS, properties
 
 TOLERANCE = 1e-4
 CAPABILITIES = ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
@@ -239,6 +239,14 @@ def test_kernel_cache_capacity(tiny_ir: Callable[..., Artifact]) -> None:
     assert logits(tiny_ir(), text(), provider_options={"runtime_cache_capacity": 7}).shape[0] == 2
     with pytest.raises(ConfigError, match="at least 0"):
         logits(tiny_ir(), text(), provider_options={"runtime_cache_capacity": -1})
+
+
+def test_kv_cache_has_the_compute_dtype_by_default() -> None:
+    options = SessionOptions()
+    assert properties("CPU", {}, options, "float32")["KV_CACHE_PRECISION"] == PRECISIONS["float32"]
+    assert properties("CPU", {"kv_cache_precision": "u8"}, options, "float32")["KV_CACHE_PRECISION"] == "u8"
+    with pytest.raises(ConfigError, match="kv_cache_precision"):
+        properties("CPU", {"kv_cache_precision": "u4"}, options, "float32")
 
 
 def test_backend_raises_on_missing_device(tiny_ir: Callable[..., Artifact]) -> None:

@@ -89,7 +89,12 @@ NATIVE: Mapping[str, Mapping[str, Any]] = {
 PROVIDER: Mapping[str, Mapping[str, Any]] = {
     "inductor": {"keep_slower": True, "freezing": False},
     "cuda": {"cuda_graphs": 0, "padding": "any", "packing": False, "use_tf32": True, "gpu_mem_limit": 2**31},
-    "openvino": {"performance_hint": "throughput", "streams": 1, "dynamic_quantization_group_size": 32},
+    "openvino": {
+        "performance_hint": "throughput",
+        "streams": 1,
+        "dynamic_quantization_group_size": 32,
+        "kv_cache_precision": "u8",
+    },
     "pytorch": {"cuda_graph": True},
     "tensorrt": {"trt_builder_optimization_level": 1, "profile": "batch=1:2:8,sequence=1:8:64"},
 }
