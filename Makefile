@@ -133,13 +133,16 @@ bench: $(VENV)/.run
 # npm, and is skipped without it.
 PEERS := .venv-peers
 LLAMA_CPP = $$(test -d $(PEERS)/llama-cpp/node_modules/node-llama-cpp && echo --llama-cpp $(PEERS)/llama-cpp)
-PEERS_1B := "accel cpu int4, blocks of 128" "accel openvino int4" "optimum-intel int4" "genai int4" "llama.cpp Q4_0"
+PEERS_1B := "accel cpu int4" "accel cpu int4, blocks of 128" "accel openvino int4, blocks of 128" \
+	"accel openvino int4, blocks of 128, inexact" "optimum-intel int4" "genai int4" "genai int4, blocks of 128" "llama.cpp Q4_0"
 bench-peers: $(VENV)/.dev $(PEERS)/.made $(PEERS)/llama-cpp/.made
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers.json --work build/peers \
 		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers_1b.json --work build/peers --shape llama-1b \
 		--prompts 128 1024 --rows $(PEERS_1B) \
 		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
+	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_start.json --work build/peers --shape llama-1b --start --rounds 3 \
+		--rows "accel cpu int4" "genai int4" "llama.cpp Q4_0" --genai $(PEERS)/genai/bin/python $(LLAMA_CPP)
 	$(BIN)/python benchmarks/classification_peers.py benchmarks/classification_peers.json --work build/peers \
 		--optimum-onnx $(PEERS)/optimum-onnx/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python
 	$(BIN)/python benchmarks/optimum_intel.py --work build/peers --peer-python $(PEERS)/optimum-intel/bin/python

@@ -2,7 +2,7 @@
 
     make bench-peers
     python benchmarks/generation_peers.py OUT.json --work FOLDER [--genai PYTHON] [--optimum-intel PYTHON]
-        [--llama-cpp FOLDER] [--shape llama-1b] [--layers 8] [--prepare] [--continue] [--lock FILE]
+        [--llama-cpp FOLDER] [--shape llama-1b] [--layers 8] [--prepare] [--continue] [--lock FILE] [--start]
 
 The model has the shape of Qwen2-0.5B (with 8 layers) or of Llama-3.2-1B (1.04 billion parameters), a vocabulary of 32,000 and random
 weights in bfloat16. It generates one row with greedy search. Each library is installed in a separate environment, and each row of the
@@ -20,9 +20,9 @@ On a machine that does other work, measure in several short runs: `--prepare` on
 of earlier runs with the same work folder, and `--lock FILE` holds a lock on a file (as `flock FILE` does) during each round.
 
 `--start` measures something else: the time from the start of a process to the first token after a prompt of 16 tokens. Every run is a new
-process, and the rows take turns. `--drop` first removes the row's artifact from the page cache of the operating system. Libraries stay in
-the page cache. The result contains three numbers for each row: seconds until the library is imported, until the model is loaded, and until
-the first token.
+process, and the rows take turns. The files of the artifact are in the page cache of the operating system, or are removed from it before the
+start. Libraries stay in the page cache. The result contains for each row the seconds until the library is imported, until the model is
+loaded and until the first token.
 
 Rows with "inexact" in their names use the defaults of optimum-intel: bfloat16 if the processor supports it, activations in 8 bits, and
 keys and values in 8 bits. accel and optimum-intel are timed with a streamer in `generate` of transformers. onnxruntime-genai is timed in
@@ -243,8 +243,8 @@ def ours(spec: dict[str, Any]) -> Any:
     options, provider_options = accel.SessionOptions(threads=spec["threads"]), {}
     if spec.get("inexact"):
         half = "bfloat16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else None
-        options = replace(options, compute_dtype=half, native={"KV_CACHE_PRECISION": "u8"})
-        provider_options = {"dynamic_quantization_group_size": 32}
+        options = replace(options, compute_dtype=half)
+        provider_options = {"dynamic_quantization_group_size": 32, "kv_cache_precision": "u8"}
     return by_generate(
         accel.ORTModelForCausalLM.from_pretrained(
             folder, backend=spec["backend"], session_options=options, provider_options=provider_options
@@ -471,6 +471,18 @@ def summary(rounds: list[Timed]) -> dict[str, float]:
     }
 
 
+def start_summary(cached: list[list[float]], dropped: list[list[float]]) -> dict[str, float]:
+    imported, loaded, first = (round(statistics.median(values), 2) for values in zip(*cached, strict=True))
+    return {
+        "imported_s": imported,
+        "loaded_s": loaded,
+        "first_token_s": first,
+        "least_first_token_s": round(min(run[2] for run in cached), 2),
+        "most_first_token_s": round(max(run[2] for run in cached), 2),
+        "dropped_first_token_s": round(statistics.median(run[2] for run in dropped), 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path)
@@ -516,24 +528,16 @@ def main() -> None:
         return
     conditions = {"processors": args.threads, "shape": args.shape, "layers": layers, "load": os.getloadavg()[0]}
     if args.start:
-        starts: dict[str, list[list[float]]] = {name: [] for name in specs}
+        starts: dict[str, dict[bool, list[list[float]]]] = {name: {False: [], True: []} for name in specs}
         for _ in range(args.rounds):
             with locked(args.lock):
                 for name, spec in specs.items():
-                    starts[name].append(first_token(interpreters[spec["side"]], spec, drop=args.drop))
-        medians = {
-            name: {
-                kind: round(statistics.median(values), 2)
-                for kind, values in zip(
-                    ("imported_s", "loaded_s", "first_token_s"), zip(*runs, strict=True), strict=True
-                )
-            }
-            | {"least_s": round(min(run[2] for run in runs), 2), "most_s": round(max(run[2] for run in runs), 2)}
-            for name, runs in starts.items()
-        }
-        print(json.dumps(medians, indent=1))
+                    for drop, runs in starts[name].items():
+                        runs.append(first_token(interpreters[spec["side"]], spec, drop=drop))
+        rows = {name: start_summary(runs[False], runs[True]) for name, runs in starts.items()}
+        print(json.dumps(rows, indent=1))
         if args.out is not None:
-            args.out.write_text(json.dumps({**conditions, "dropped": args.drop, "rows": medians}, indent=1) + "\n")
+            args.out.write_text(json.dumps({**conditions, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
         return
     records, times = work / "times.json", {}
     if vars(args)["continue"] and records.is_file():

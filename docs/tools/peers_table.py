@@ -126,7 +126,29 @@ def large_model(name: str) -> str:
     )
 
 
+def start() -> str:
+    """Return a table of the time from the start of a process to the first token."""
+    report = read("generation_start.json")
+    lines = [
+        "| | library imported | model loaded | first token | first token, model not in the page cache |",
+        "| --- |" + " ---: |" * 4,
+    ]
+    for name, row in report["rows"].items():
+        label = _LABELS.get(name, name)
+        # The package accel imports torch and transformers only when it loads a model.
+        imported = "" if name.startswith("accel") else f"{row['imported_s']:.1f}"
+        lines.append(
+            f"| {f'**{label}**' if name.startswith('accel') else label} | {imported} | {row['loaded_s']:.1f} | {row['first_token_s']:.1f} "
+            f"| {row['dropped_first_token_s']:.1f} |"
+        )
+    return (
+        "\n".join(lines)
+        + f"\n\nSeconds, medians of {report['rounds']} processes. Measured on {report['processors']} processor cores.\n"
+    )
+
+
 TABLES = {
+    "generation-start": start,
     "peers": classification,
     "generation": generation,
     "generation-1b": lambda: large_model("generation_peers_1b.json"),
