@@ -471,6 +471,19 @@ def summary(rounds: list[Timed]) -> dict[str, float]:
     }
 
 
+def read_gb_per_s(threads: int) -> float:
+    """Return the bandwidth of the memory in GB/s: the fastest of 12 sums of 1 GiB of float32 numbers in PyTorch."""
+    import torch
+
+    torch.set_num_threads(threads)
+    values, times = torch.ones(1 << 28), []
+    for _ in range(12):
+        started = time.perf_counter()
+        values.sum()
+        times.append(time.perf_counter() - started)
+    return round(values.nbytes / min(times) / 1e9, 1)
+
+
 def start_summary(cached: list[list[float]], dropped: list[list[float]]) -> dict[str, float]:
     imported, loaded, first = (round(statistics.median(values), 2) for values in zip(*cached, strict=True))
     return {
@@ -567,6 +580,7 @@ def main() -> None:
                     f"{values['most_step_ms']:9.2f}{row['weight_bytes'] / 1e6:9.0f}"
                 )
     if args.out is not None:
+        conditions["read_gb_per_s"] = read_gb_per_s(args.threads)
         args.out.write_text(json.dumps({**conditions, "rows": rows}, indent=1) + "\n")
 
 
