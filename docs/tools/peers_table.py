@@ -151,6 +151,7 @@ TABLES = {
     "generation-start": start,
     "peers": classification,
     "generation": generation,
+    "generation-24-layers": lambda: large_model("generation_peers_24_layers.json"),
     "generation-1b": lambda: large_model("generation_peers_1b.json"),
 }
 
