@@ -139,7 +139,7 @@ bench-peers: $(VENV)/.dev $(PEERS)/.made $(PEERS)/llama-cpp/.made
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers.json --work build/peers \
 		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers_24_layers.json --work build/peers --layers 24 \
-		--prompts 128 --rows $(PEERS_1B) \
+		--prompts 128 1024 --rows $(PEERS_1B) \
 		--genai $(PEERS)/genai/bin/python --optimum-intel $(PEERS)/optimum-intel/bin/python $(LLAMA_CPP)
 	$(BIN)/python benchmarks/generation_peers.py benchmarks/generation_peers_1b.json --work build/peers --shape llama-1b \
 		--prompts 128 1024 --rows $(PEERS_1B) \
