@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..artifact.json_reading import read_json
 from ..errors import ExportError
@@ -201,11 +202,13 @@ class StreamedWeights:
     def without_values(self, model: torch.nn.Module) -> Iterator[None]:
         """Let a model run without weights, to get the sizes of its outputs, while the context is open. All outputs are NaN.
 
-        If a model ran with its parameters of NaN, each of their pages would count as memory of this process.
+        If a model ran with its parameters of NaN, each of their pages would count as memory of this process. Linear layers do not compute
+        their products.
         """
         nothing = torch.full((), torch.nan)
         streamed = {name: weight for name, weight in self.of(model).items() if isinstance(weight, StreamedWeight)}
-        with weights_loaded(model, {name: partial(nothing.expand, w.shape) for name, w in streamed.items()}):
+        readers = {name: partial(nothing.expand, weight.shape) for name, weight in streamed.items()}
+        with weights_loaded(model, readers), _WithoutProducts():
             yield
 
     def add_loaded(self, model: torch.nn.Module) -> None:
@@ -288,6 +291,18 @@ def _not_a_number(size: int) -> mmap.mmap:
     finally:
         os.close(descriptor)
     return reserved
+
+
+class _WithoutProducts(TorchFunctionMode):
+    """Return NaN from linear layers whose weights have no values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch."""
+        if func is torch.nn.functional.linear and not kwargs:
+            values, weight, *_ = args
+            if not any(weight.stride()):
+                return values.new_full((*values.shape[:-1], weight.shape[0]), torch.nan)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
