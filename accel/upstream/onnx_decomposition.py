@@ -89,6 +89,20 @@ def _skip_dropout(node: torch.fx.Node) -> None:
         _skip(node)
 
 
+def _copy(node: torch.fx.Node) -> None:
+    """Replace `Tensor.contiguous` by a copy. The optimizer of onnxscript removes copies."""
+    node.target, node.args, node.kwargs = _ATEN.clone.default, node.args[:1], _CONTIGUOUS
+
+
+def _copy_and_view(node: torch.fx.Node) -> None:
+    """Replace `Tensor.reshape` by a view of a copy. A graph keeps an axis of size 0 in a view, but not in a reshape."""
+    tensor: Any = node.args[0]
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(_ATEN.clone.default, (tensor,), _CONTIGUOUS)
+    copy.meta.update(node.meta, val=tensor.meta["val"])
+    node.target, node.args = _ATEN.view.default, (copy, *node.args[1:])
+
+
 def _call(target: Any) -> Callable[[torch.fx.Node], None]:
     def replace(node: torch.fx.Node) -> None:
         node.target = target
@@ -97,14 +111,15 @@ def _call(target: Any) -> Callable[[torch.fx.Node], None]:
 
 
 _ATEN = torch.ops.aten
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
 _DECOMPOSITIONS: Mapping[Any, Callable[[torch.fx.Node], None]] = {
     _ATEN.to.dtype: _convert,
     _ATEN.to.dtype_layout: _convert,
     _ATEN.to.device: _convert,
     _ATEN.to.other: _convert,
-    _ATEN.contiguous.default: _skip,
+    _ATEN.contiguous.default: _copy,
     _ATEN.dropout.default: _skip_dropout,
-    _ATEN.reshape.default: _call(_ATEN.view.default),
+    _ATEN.reshape.default: _copy_and_view,
     _ATEN.__and__.Tensor: _call(_ATEN.bitwise_and.Tensor),
     _ATEN.__or__.Tensor: _call(_ATEN.bitwise_or.Tensor),
 }
