@@ -3,7 +3,8 @@
 | name | seen in | public alternative |
 |---|---|---|
 | `torch.onnx._internal.exporter._fx_passes.decompose_with_registry` | torch 2.13 | none |
-| `torch.onnx._internal.exporter._decomp`: `get_onnx_implemented_overloads`, `create_onnx_friendly_decomposition_table` | torch 2.13 | none |
+| `torch.onnx._internal.exporter._decomp.get_onnx_implemented_overloads` | torch 2.13 | none |
+| `torch.onnx._internal.exporter._decomp.create_onnx_friendly_decomposition_table` | torch 2.13 | none |
 | `torch._export.utils`: `_is_cia_op`, `_is_preservable_cia_op` | torch 2.13 | none |
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from .replaced_attributes import replaced_attributes
+
 
 @contextmanager
 def decomposed_in_place() -> Iterator[None]:

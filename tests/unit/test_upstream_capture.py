@@ -206,7 +206,9 @@ class Norm(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("model", "in_place"), [(Conversions(), True), (Norm(), False)], ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(
+    ("model", "in_place"), [(Conversions(), True), (Norm(), False)], ids=lambda value: str(value)[:5]
+)
 def test_operators_are_decomposed_in_place(
     model: torch.nn.Module, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
