@@ -83,6 +83,7 @@ def _skip(node: torch.fx.Node) -> None:
     """Replace a node by its first input."""
     tensor: Any = node.args[0]
     node.replace_all_uses_with(tensor)
+    node.graph.erase_node(node)
 
 
 def _skip_dropout(node: torch.fx.Node) -> None:
@@ -121,6 +122,7 @@ _DECOMPOSITIONS: Mapping[Any, Callable[[torch.fx.Node], None]] = {
     _ATEN.to.other: _convert,
     _ATEN.contiguous.default: _copy,
     _ATEN.dropout.default: _skip_dropout,
+    _ATEN.lift_fresh_copy.default: _skip,
     _ATEN.reshape.default: _copy_and_view,
     _ATEN.__and__.Tensor: _call(_ATEN.bitwise_and.Tensor),
     _ATEN.__or__.Tensor: _call(_ATEN.bitwise_or.Tensor),
