@@ -202,9 +202,7 @@ class InPlace(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("model", "in_place"), [(Conversions(), True), (InPlace(), False)]
-)
+@pytest.mark.parametrize(("model", "in_place"), [(Conversions(), True), (InPlace(), False)])
 def test_operators_are_decomposed_in_place(
     model: torch.nn.Module, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
