@@ -114,7 +114,7 @@ def _call(target: Any) -> Callable[[torch.fx.Node], None]:
 
 
 _ATEN = torch.ops.aten
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 _DECOMPOSITIONS: Mapping[Any, Callable[[torch.fx.Node], None]] = {
     _ATEN.to.dtype: _convert,
     _ATEN.to.dtype_layout: _convert,
