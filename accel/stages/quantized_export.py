@@ -141,10 +141,11 @@ def _needs(source: capture.Source, config: QuantizeConfig) -> int:
     import torch
 
     assert source.streamed is not None
-    share = (8 if config.scheme == "weight-int8" else 4) / 32 + 1 / config.block_size
+    bits: dict[type, int] = {torch.nn.Linear: 8 if config.scheme == "weight-int8" else 4, torch.nn.Embedding: 8}
     needs = 0.0
     for module in source.model.modules():
-        factor = share if isinstance(module, torch.nn.Linear) else 1
+        width = next((width for kind, width in bits.items() if isinstance(module, kind)), None)
+        factor = 1 if width is None else width / 32 + 1 / config.block_size
         needs += factor * sum(parameter.numel() * 4 for parameter in module.parameters(recurse=False))
     return int(needs)
 

@@ -15,6 +15,7 @@ from accel.capture import ModelWeight, Source, WeightReader, empty_weight
 
 from ..graph.checkpoint_tensors import CheckpointPart
 from ..graph.editing import MICROSOFT, load_graphs, nodes
+from ..quantization.lookups import TABLE, QuantizedTable
 from ..quantization.weight_only import CHECKPOINT
 
 # Number of weights that are computed together. With this number, a weight takes 0.9 ns on two cores, and 1.9 ns with 16 times as many.
@@ -26,11 +27,12 @@ class StoredBlocks:
     """The constants of a block-wise quantized weight, in a file.
 
     Attributes:
-        packed: `(outer, blocks, block_size * bits / 8) uint8`.
+        packed: `(outer, blocks, block_size * bits / 8) uint8`, or with the last two axes as one axis.
         scales: `(outer, blocks) float32`.
         zero_points: `(outer, blocks)`, packed uint8 or float32; `None` for the middle of the integer range.
         bits: The number of bits, 4 or 8.
         inner: The number of weights in a row.
+        offsets: `(outer, blocks) float32`, subtracted from the dequantized weights; `None` if there are none.
     """
 
     packed: ir.ExternalTensor
@@ -38,11 +40,13 @@ class StoredBlocks:
     zero_points: ir.ExternalTensor | ir.Tensor | None
     bits: int
     inner: int
+    offsets: ir.ExternalTensor | ir.Tensor | None = None
 
     def read(self, rows: slice) -> np.ndarray:
         """Return rows of the weight `(rows, inner) float32`, as the kernel computes with them."""
         packed, scales = torch.from_numpy(_rows(self.packed, rows)), torch.from_numpy(_rows(self.scales, rows))
-        count, blocks = packed.shape[:2]
+        count, blocks = scales.shape
+        packed = packed.view(count, blocks, -1)
         size = packed.shape[2] * 8 // self.bits
         zeros = torch.full((1, 1, 1), float(2 ** (self.bits - 1)))
         if self.zero_points is not None:
@@ -56,6 +60,8 @@ class StoredBlocks:
             _unpack(packed[part], self.bits, values[part])
             values[part] -= zeros[part] if len(zeros) == count else zeros
             values[part] *= scales.view(count, blocks, 1)[part]
+        if self.offsets is not None:
+            values -= torch.from_numpy(_rows(self.offsets, rows)).view(count, blocks, 1)
         return values.view(count, -1)[:, : self.inner].numpy()
 
 
@@ -97,6 +103,7 @@ def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: 
         artifact: The artifact with these graphs. Only its files are read.
     """
     products: dict[int, list[_Product]] = {}
+    tables: dict[int, tuple[ModelWeight, StoredBlocks]] = {}
     stored = load_graphs(artifact)
     for name, model in models.items():
         blocks = {
@@ -107,11 +114,18 @@ def quantized_weights(source: Source, models: Mapping[str, ir.Model], artifact: 
             for part, rows in checkpoint.parts if checkpoint is not None else ():
                 product = _Product(part, blocks[str(node.inputs[1].name)], rows, checkpoint.factor)
                 products.setdefault(part.weight.address, []).append(product)
+        for node in nodes(model, "GatherBlockQuantized", domain=MICROSOFT):
+            if TABLE in node.inputs[0].meta:
+                part, table = node.inputs[0].meta[TABLE]
+                tables[part.weight.address] = part.weight, _stored_table(table, stored[name])
     readers: dict[str, WeightReader] = {}
     assert source.streamed is not None
     for name, weight in source.streamed.of(source.model).items():
         module = source.model.get_submodule(name.rpartition(".")[0])
-        if weight.address in products and not isinstance(module, torch.nn.Embedding):
+        is_table = isinstance(module, torch.nn.Embedding)
+        if weight.address in tables and (is_table or weight.address not in products):
+            readers[name] = partial(_read_table, *tables[weight.address])
+        elif weight.address in products and not is_table:
             readers[name] = partial(_read, weight, products[weight.address])
     return readers
 
@@ -148,6 +162,21 @@ def _read(weight: ModelWeight, products: list[_Product]) -> torch.Tensor:
     for product in products:
         product.part.of(values.numpy())[...] = product.read().T
     return values
+
+
+def _read_table(weight: ModelWeight, blocks: StoredBlocks) -> torch.Tensor:
+    """Read an embedding table."""
+    return torch.from_numpy(blocks.read(slice(0, weight.shape[0]))).view(weight.shape)
+
+
+def _stored_table(table: QuantizedTable, model: ir.Model) -> StoredBlocks:
+    """Return the constants of a quantized table in a graph from a file."""
+    weights = {name: value.const_value for graph in model.graphs() for name, value in graph.initializers.items()}
+    integers, scales, zeros, offsets = (
+        None if value is None else weights[str(value.name)]
+        for value in (table.integers, table.scales, table.zero_points, table.offsets)
+    )
+    return StoredBlocks(integers, scales, zeros, table.bits, table.width, offsets)
 
 
 def _stored(node: ir.Node) -> StoredBlocks:

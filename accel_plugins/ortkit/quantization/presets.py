@@ -17,6 +17,7 @@ from accel.errors import ConfigError, did_you_mean
 logger = logging.getLogger(__name__)
 
 DYNAMIC, STATIC, WEIGHT_8, WEIGHT_4 = "dynamic-int8", "static-int8", "weight-int8", "weight-int4"
+WEIGHT_ONLY = (WEIGHT_8, WEIGHT_4)
 SCHEMES = (DYNAMIC, STATIC, WEIGHT_8, WEIGHT_4)
 
 

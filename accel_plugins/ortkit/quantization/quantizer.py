@@ -22,10 +22,20 @@ from ..graph.editing import load_graph, load_graphs, write_artifact
 from ..graph.rewrites import Rewrite
 from .calibrators import Calibrator, batches_of
 from .integer import IntegerRewriter
-from .layers import OPERATORS, QuantizableLayer, check_operator, find_layers, split_excluded
-from .presets import DYNAMIC, PRESETS, STATIC, WEIGHT_4, Preset, choose_preset
+from .layers import (
+    LOOKUP,
+    OPERATORS,
+    EmbeddingLookup,
+    QuantizableLayer,
+    check_operator,
+    find_layers,
+    find_lookups,
+    split_excluded,
+)
+from .lookups import quantize_lookups
+from .presets import DYNAMIC, PRESETS, STATIC, WEIGHT_4, WEIGHT_ONLY, Preset, choose_preset
 from .smoothing import grouped, smooth, smoothing_divisors
-from .weight_only import quantize_weights, relative_error
+from .weight_only import BlockMatrix, quantize_weights, relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +54,7 @@ class GraphLayers:
         config: The quantization settings.
         calibration: Batches of inputs.
         report: The report of the quantization step; methods add entries to this dictionary.
+        matrices: Block-wise quantized weights by the `id` of the layer; methods add entries to this dictionary.
     """
 
     artifact: Artifact
@@ -52,6 +63,7 @@ class GraphLayers:
     config: QuantizeConfig
     calibration: Batches | None
     report: dict[str, Any]
+    matrices: dict[int, BlockMatrix]
 
     def calibrated(self, names: Sequence[str]) -> tuple[dict[str, tuple[float, float]], Mapping[str, np.ndarray]]:
         """Run the graph on the calibration data.
@@ -127,12 +139,14 @@ class GraphQuantizer(ABC):
         preset, report = self._start(artifact, config, calibration)
         operators = None if config.operators is None else [name for name in config.operators if name in OPERATORS]
         layers = {name: find_layers(model, operators) for name, model in models.items()}
+        lookups = self._lookups(models, layers, config)
         # A pattern must match a layer of any graph, not of every graph, so check all graphs together. Some graphs have
         # no layers, for example graphs with only an embedding table.
-        chosen, _ = split_excluded(
-            [layer for found_layers in layers.values() for layer in found_layers], config.exclude
-        )
-        chosen_ids = {id(layer) for layer in chosen}
+        candidates: list[QuantizableLayer | EmbeddingLookup] = []
+        for component in artifact.components:
+            candidates += (*layers[component.name], *lookups.get(component.name, ()))
+        chosen_ids = {id(layer) for layer in split_excluded(candidates, config.exclude)[0]}
+        matrices: dict[int, BlockMatrix] = {}
         excluded: list[str] = []
         for component in artifact.components:
             model = models[component.name]
@@ -146,8 +160,16 @@ class GraphQuantizer(ABC):
             report["layers"] += [layer.name for layer in included]
             report["excluded"] += [layer.name for layer in skipped]
             if included:
-                graph_layers = GraphLayers(artifact, component, included, config, calibration, report)
+                graph_layers = GraphLayers(artifact, component, included, config, calibration, report, matrices)
                 Rewrite(config.scheme, partial(self._rewrite, graph_layers)).apply(model)
+        if lookups:
+            tables = [lookup for ours in lookups.values() for lookup in ours if id(lookup) in chosen_ids]
+            bits = quantize_lookups(models, tables, matrices, config)
+            every = [lookup for ours in lookups.values() for lookup in ours]
+            report["embeddings"] = {lookup.name: bits[id(lookup)] for lookup in every if id(lookup) in bits}
+            report["layers"] += [lookup.name for lookup in every if id(lookup) in bits]
+            report["excluded"] += [lookup.name for lookup in every if id(lookup) not in bits]
+            excluded += [str(lookup.node.name) for lookup in every if id(lookup) not in bits]
         if not report["layers"]:
             raise QuantizeError(
                 "All layers of the graph are in the branches of an If node; accel cannot calibrate the activations there.",
@@ -185,6 +207,12 @@ class GraphQuantizer(ABC):
             QuantizeError: The artifact cannot be quantized, or calibration data is missing.
         """
 
+    def _lookups(
+        self, models: Mapping[str, ir.Model], layers: Mapping[str, Sequence[QuantizableLayer]], config: QuantizeConfig
+    ) -> dict[str, list[EmbeddingLookup]]:
+        """Return the lookups in embedding tables to quantize, by component name. By default, embedding tables stay in float."""
+        return {}
+
     @abstractmethod
     def _rewrite(self, graph_layers: GraphLayers, model: ir.Model) -> int:
         """Rewrite layers of a graph and return the number of rewritten layers."""
@@ -207,9 +235,16 @@ class OrtQuantizer(GraphQuantizer):
     ) -> tuple[str, dict[str, Any]]:
         preset, why = choose_preset(config.preset, self._flags())
         for operator in config.operators or ():
-            check_operator(operator, OPERATORS)
+            check_operator(operator, (*OPERATORS, LOOKUP) if config.scheme in WEIGHT_ONLY else OPERATORS)
         check(artifact, config, preset, calibration)
         return preset.name, {"preset": preset.name, "why": why, "layers": [], "excluded": []}
+
+    def _lookups(
+        self, models: Mapping[str, ir.Model], layers: Mapping[str, Sequence[QuantizableLayer]], config: QuantizeConfig
+    ) -> dict[str, list[EmbeddingLookup]]:
+        if config.scheme not in WEIGHT_ONLY or (config.operators is not None and LOOKUP not in config.operators):
+            return {}
+        return find_lookups(models, layers, config.block_size)
 
     def _rewrite(self, graph_layers: GraphLayers, model: ir.Model) -> int:
         config, layers, report = graph_layers.config, graph_layers.layers, graph_layers.report
@@ -230,7 +265,9 @@ class OrtQuantizer(GraphQuantizer):
             rewrite = rewriter.static if config.format == "qdq" else rewriter.static_operators
             rewrite(layers, limits, signed=preset.activations == "int8")
         else:
-            report["bits"] = _weight_only(layers, config)
+            graph_layers.matrices.update(_weight_only(layers, config))
+            widths = [matrix.bits for matrix in graph_layers.matrices.values()]
+            report["bits"] = {str(width): widths.count(width) for width in sorted(set(widths))}
         return len(layers)
 
 
@@ -279,8 +316,8 @@ def check(artifact: Artifact, config: QuantizeConfig, preset: Preset, calibratio
         )
 
 
-def _weight_only(layers: Sequence[QuantizableLayer], config: QuantizeConfig) -> dict[str, int]:
-    """Quantize the layers' weights in blocks of 4 or 8 bits; return the number of layers for each number of bits."""
+def _weight_only(layers: Sequence[QuantizableLayer], config: QuantizeConfig) -> dict[int, BlockMatrix]:
+    """Quantize the layers' weights in blocks of 4 or 8 bits; return the quantized weights by the `id` of the layer."""
     is_4_bit = config.scheme == WEIGHT_4
     # By default, only `hqq` uses zero points. They take 5 % of the time of a decoding step, and least-squares scales
     # without zero points are as accurate.
@@ -295,5 +332,7 @@ def _weight_only(layers: Sequence[QuantizableLayer], config: QuantizeConfig) -> 
         first_bits: dict[object, int] = {}
         bits = [first_bits.setdefault(layer.weight_key, width) for layer, width in zip(layers, bits, strict=True)]
     algorithm: Literal["rtn", "hqq"] = "hqq" if config.algorithm == "hqq" else "rtn"
-    quantize_weights(layers, bits=bits, block_size=config.block_size, symmetric=symmetric, algorithm=algorithm)
-    return {str(width): bits.count(width) for width in sorted(set(bits))}
+    matrices = quantize_weights(
+        layers, bits=bits, block_size=config.block_size, symmetric=symmetric, algorithm=algorithm
+    )
+    return {id(layer): matrix for layer, matrix in zip(layers, matrices, strict=True)}

@@ -36,6 +36,28 @@ CHECKPOINT = "accel.checkpoint"
 """Key in the `meta` of the first constant of a quantized weight. The value is a `CheckpointMatrix`."""
 
 
+BlockConstants = tuple[ir.Value, ...]
+"""Constants of a `MatMulNBits` node: values, scales and optional zero points."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMatrix:
+    """A block-wise quantized weight in a graph.
+
+    Attributes:
+        constants: The constants, from `add_blocks`.
+        inner, outer: The sizes of the weight matrix.
+        bits: The number of bits, 4 or 8.
+        block_size: The number of weights that share a scale.
+    """
+
+    constants: BlockConstants
+    inner: int
+    outer: int
+    bits: int
+    block_size: int
+
+
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """A weight that is quantized in blocks along its inner axis.
@@ -301,12 +323,13 @@ def quantize_weights(
     block_size: int,
     symmetric: bool,
     algorithm: Literal["rtn", "hqq"],
-) -> None:
+) -> list[BlockMatrix]:
     """Replace layers of one model by `MatMulNBits`; `bits` contains the number of bits for each layer.
 
-    A weight that several layers share is quantized once.
+    A weight that several layers share is quantized once. Return the quantized weight of each layer.
     """
-    stored: dict[tuple[int, object, int], tuple[BlockConstants, tuple[int, int]]] = {}
+    stored: dict[tuple[int, object, int], BlockMatrix] = {}
+    matrices = []
     for layer, width in zip(layers, bits, strict=True):
         key = (id(root_graph(layer.node)), layer.weight_key, width)
         if key not in stored:
@@ -323,13 +346,13 @@ def quantize_weights(
             constants = add_blocks(layer, blocks.packed, blocks.scales, None if symmetric else zeros)
             if checkpoint is not None:
                 constants[0].meta[CHECKPOINT] = checkpoint
-            stored[key] = (constants, weight.shape)
-        constants, (inner, outer) = stored[key]
-        put_blocks(layer, constants, inner=inner, outer=outer, bits=width, block_size=block_size)
-
-
-BlockConstants = tuple[ir.Value, ...]
-"""Constants of a `MatMulNBits` node: values, scales and optional zero points."""
+            stored[key] = BlockMatrix(constants, *weight.shape, width, block_size)
+        matrix = stored[key]
+        put_blocks(
+            layer, matrix.constants, inner=matrix.inner, outer=matrix.outer, bits=width, block_size=block_size
+        )
+        matrices.append(matrix)
+    return matrices
 
 
 def add_blocks(
