@@ -25,6 +25,7 @@ from .generation_graphs import encoder_output as encoder_output
 from .generation_graphs import split as split
 from .gguf_models import gguf_folder as gguf_folder
 from .global_state_lock import one_thread_at_a_time as one_thread_at_a_time
+from .graph_names import MODULE as MODULE
 from .graph_names import drop_unused_inputs as drop_unused_inputs
 from .graph_names import feeds_for as feeds_for
 from .graph_names import graph_name as graph_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,12 @@ from .sound_samples import usual_sounds
 
 if TYPE_CHECKING:
     import onnx_ir
+
+MODULE = "accel.module"
+"""Key of a node's metadata. The value is the name of the module whose weight the node reads, or several names, joined by `+`."""
+# Key of the exporter's metadata. The value is the list of the names of the modules that contain an operation.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_WEIGHT_OPERATORS = ("MatMul", "Gemm", "Gather")
 
 # Names of KV cache tensors in Python code. `graph_name` converts them to the usual names in ONNX graphs.
 _LAYERS = re.compile(
@@ -74,15 +81,32 @@ def rename_axes(model: onnx_ir.Model, names: Mapping[str, str]) -> None:
                 apply(output)
 
 
-def strip_provenance(model: onnx_ir.Model) -> None:
-    """Remove the Python stack traces that the exporter stores on every node, because they can be ten times as large as the graph."""
+def strip_provenance(model: onnx_ir.Model, traced: torch.nn.Module) -> None:
+    """Remove the Python stack traces that the exporter stores on every node, because they can be ten times as large as the graph.
+
+    Matrix products and lookups keep the name of their module, as `MODULE`.
+
+    Args:
+        model: The graph.
+        traced: The module that was traced. If it wraps a transformers model, the names are those of the transformers model.
+    """
+    from transformers import PreTrainedModel
+
+    prefix = "model." if isinstance(getattr(traced, "model", None), PreTrainedModel) else ""
+    prefix = "" if isinstance(traced, PreTrainedModel) else prefix
     model.metadata_props.clear()
     for graph in model.graphs():
         graph.metadata_props.clear()
         for value in (*graph.inputs, *graph.initializers.values()):
             value.metadata_props.clear()
         for node in graph:
+            scopes = node.metadata_props.get(_SCOPES) if node.op_type in _WEIGHT_OPERATORS else None
             node.metadata_props.clear()
+            if scopes is not None:
+                # The last entry is the name of the operation in the module.
+                names = ast.literal_eval(scopes)[:-1]
+                if names and names[-1]:
+                    node.metadata_props[MODULE] = names[-1].removeprefix(prefix)
             for output in node.outputs:
                 output.metadata_props.clear()
 

@@ -67,7 +67,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     _name_axes(graph, source)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         value.name = graph_name(str(value.name))
-    strip_provenance(graph)
+    strip_provenance(graph, source.model)
     divide_sizes(graph)
     keep_padding(graph)
     if source.dtype != "bfloat16":

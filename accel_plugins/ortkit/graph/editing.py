@@ -27,6 +27,7 @@ from accel.artifact import (
     with_files,
 )
 from accel.artifact.checksums import is_inside
+from accel.capture import MODULE
 from accel.errors import IntegrityError
 
 from .checkpoint_tensors import CheckpointTensor
@@ -526,7 +527,13 @@ def insert_after(value: ir.Value, graph: ir.Graph, new_nodes: Sequence[ir.Node])
 
 
 def layer_name(node: ir.Node) -> str:
-    """Return the name of the module that a MatMul node belongs to, from its bias or weight name; else the node's name."""
+    """Return the name of the module that a node belongs to.
+
+    Graphs of other tools, and graphs of older versions of accel, do not contain this name. Then it is the name before `.bias` or `.weight`
+    of a weight, or else the node's name.
+    """
+    if MODULE in node.metadata_props:
+        return str(node.metadata_props[MODULE])
     candidates: list[ir.Value | None] = list(node.inputs[1:])
     for use in node.outputs[0].uses():
         if use.node.op_type == "Add":

@@ -11,6 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common as passes
 
+from accel.capture import MODULE
+
 from ..graph.analysis import Linear, dims, linear, only_user, producer
 from ..graph.checkpoint_tensors import concatenated
 from ..graph.editing import MICROSOFT, NewNodes, add_initializer, constant, nodes, replace_value, root_graph
@@ -60,8 +62,8 @@ def merge_products(model: ir.Model) -> int:
     count = 0
     for group in groups.values():
         if len(group) > 1 and len({tuple(dims(layer.weight) or ())[:1] for *_, layer in group}) == 1:
-            first, layers = group[0][0], [layer for *_, layer in group]
-            _merge(first, layers, [result for _, result, _ in group])
+            products, results, layers = zip(*group, strict=True)
+            _merge(products, layers, results)
             count += len(group)
     return count
 
@@ -78,8 +80,9 @@ def _result(product: ir.Node) -> ir.Value | None:
     return None if result.is_graph_output() else result
 
 
-def _merge(first: ir.Node, layers: Sequence[Linear], results: Sequence[ir.Value]) -> None:
-    """Compute layers with the same input as one product, inserted before the node `first`."""
+def _merge(products: Sequence[ir.Node], layers: Sequence[Linear], results: Sequence[ir.Value]) -> None:
+    """Compute layers with the same input as one product, inserted before the first of their products."""
+    first = products[0]
     new, x = NewNodes(root_graph(first), str(first.name)), layers[0].x
     weights = [tensor for layer in layers if (tensor := ir.convenience.get_const_tensor(layer.weight)) is not None]
     biases = [constant(layer.bias) for layer in layers]
@@ -88,6 +91,9 @@ def _merge(first: ir.Node, layers: Sequence[Linear], results: Sequence[ir.Value]
     kind = {"dtype": first.outputs[0].dtype, "shape": [*x.shape[:2], sum(widths)]}
     weight = add_initializer(new.graph, f"{first.name}.merged", concatenated(weights))
     merged = new.op("MatMul", x, weight, name=f"{first.name}.product", **kind)
+    names = [str(product.metadata_props[MODULE]) for product in products if MODULE in product.metadata_props]
+    if names:
+        new.nodes[-1].metadata_props[MODULE] = "+".join(names)
     if any(bias is not None for bias in biases):
         parts = [
             bias if bias is not None else np.zeros(width, weights[0].dtype.numpy())

@@ -321,13 +321,15 @@ def split_excluded(layers: Sequence[_Named], patterns: Sequence[str]) -> tuple[l
     """Split layers into those to quantize and those to keep in floating point.
 
     A pattern is the name of a node or of a layer, or the prefix `re:` and a regular expression. The regular expression
-    is searched in the node name and in the layer name.
+    is searched in the node name and in the layer name. A product of several layers is excluded if a pattern matches one
+    of them.
 
     Raises:
         ConfigError: A pattern matches no layer.
         QuantizeError: No layer is left to quantize.
     """
-    excluded = matched_layers(patterns, [(layer.name, str(layer.node.name)) for layer in layers])
+    names = [(layer.name, *layer.name.split("+"), str(layer.node.name)) for layer in layers]
+    excluded = matched_layers(patterns, names)
     included = [layer for i, layer in enumerate(layers) if i not in excluded]
     if not included:
         raise QuantizeError(

@@ -176,9 +176,7 @@ def _replace(lookup: EmbeddingLookup, table: QuantizedTable) -> None:
         offsets = new.op("Gather", table.offsets, ids, dtype=ir.DataType.FLOAT)
         offsets = new.op("Unsqueeze", offsets, new.constant([-1]), dtype=ir.DataType.FLOAT)
         sizes = [0] * len(dims(ids) or ())
-        blocks = new.op(
-            "Reshape", rows, new.constant([*sizes, -1, table.block_size]), dtype=ir.DataType.FLOAT
-        )
+        blocks = new.op("Reshape", rows, new.constant([*sizes, -1, table.block_size]), dtype=ir.DataType.FLOAT)
         rows = new.op("Sub", blocks, offsets, dtype=ir.DataType.FLOAT)
         rows = new.op("Reshape", rows, new.constant([*sizes, -1]), dtype=ir.DataType.FLOAT)
     if table.width % table.block_size:

@@ -348,9 +348,7 @@ def quantize_weights(
                 constants[0].meta[CHECKPOINT] = checkpoint
             stored[key] = BlockMatrix(constants, *weight.shape, width, block_size)
         matrix = stored[key]
-        put_blocks(
-            layer, matrix.constants, inner=matrix.inner, outer=matrix.outer, bits=width, block_size=block_size
-        )
+        put_blocks(layer, matrix.constants, inner=matrix.inner, outer=matrix.outer, bits=width, block_size=block_size)
         matrices.append(matrix)
     return matrices
 
