@@ -89,6 +89,7 @@ def test_files_are_those_of_three_stages(name: str, tmp_path: Path) -> None:
     validation = artifact.manifest.steps[-1].validation
     assert validation["max_abs_difference"] < 1e-5 < validation["tolerance"]
     assert 0.05 < validation["weight_error"] < 0.12
+    assert artifact.manifest.steps[-1].report["embeddings"]
     assert_same_files(artifact, in_three_stages(model, tmp_path, scheme="weight-int4"))
 
 
@@ -99,7 +100,8 @@ def test_files_are_those_of_three_stages(name: str, tmp_path: Path) -> None:
         thorough({"scheme": "weight-int8"}),
         thorough({"scheme": "weight-int4", "algorithm": "hqq"}),
         thorough({"scheme": "weight-int4", "ratio": 0.5}),
-        thorough({"scheme": "weight-int4", "exclude": ("re:node_linear_3$",)}),
+        thorough({"scheme": "weight-int4", "exclude": ("model.layers.0.self_attn.o_proj",)}),
+        thorough({"scheme": "weight-int4", "exclude": ("model.embed_tokens",)}),
     ],
 )
 def test_settings_of_the_quantization_apply(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -184,6 +186,24 @@ def test_wrong_weights_are_detected(
     with caplog.at_level(logging.WARNING), pytest.raises(_ThreeStagesError):
         accel.export(model, tmp_path / "out", quantize="weight-int4")
     assert "differs from the checkpoint by" in caplog.text
+
+
+@pytest.mark.usefixtures("only_one_pass")
+def test_wrong_embeddings_are_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Write the rows of an embedding table in the wrong order."""
+    from accel_plugins.ortkit.quantization import lookups
+
+    model, quantize = saved(tmp_path / "model", "qwen2"), lookups.quantize_blocks
+
+    def reversed_rows(weight: np.ndarray, **settings: Any) -> Any:
+        return quantize(weight[:, ::-1], **settings)
+
+    monkeypatch.setattr(lookups, "quantize_blocks", reversed_rows)
+    with caplog.at_level(logging.WARNING), pytest.raises(_ThreeStagesError):
+        accel.export(model, tmp_path / "out", quantize="weight-int4")
+    assert "embed_tokens.weight differs from the checkpoint by" in caplog.text
 
 
 @pytest.mark.usefixtures("only_one_pass")

@@ -216,7 +216,7 @@ def find_lookups(
             if not is_constant(table) or len(dims(table) or ()) != 2:
                 continue
             tied = next((layer for layer, stored, flipped in weights if _is_same(table, stored, flipped)), None)
-            width = int(table.shape[1])  # type: ignore[index]
+            width = int(table.shape[1])
             if tied is not None or (
                 _is_token_ids(node.inputs[1]) and -(-width // block_size) * (block_size + 4) < 4 * width
             ):
@@ -250,7 +250,8 @@ def _is_same(table: ir.Value, weight: ir.Value, flipped: bool) -> bool:
     if parts[0] is not None and parts[1] is not None:
         return parts[0].weight.address == parts[1].weight.address
     rows, others = constant(table), constant(weight)
-    assert rows is not None and others is not None
+    assert rows is not None
+    assert others is not None
     others = others if flipped else others.T
     return np.array_equal(rows[:_COMPARED_ROWS], others[:_COMPARED_ROWS]) and np.array_equal(rows, others)
 

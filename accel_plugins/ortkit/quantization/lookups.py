@@ -126,26 +126,31 @@ class _Tables:
         return self._tables[graph, key]
 
     def _added(self, lookup: EmbeddingLookup, graph: ir.Graph, key: object) -> QuantizedTable:
-        matrix = self.matrix(lookup)
-        base, width = f"{lookup.node.name}.table", int(dims(lookup.table)[1])  # type: ignore[index, arg-type]
-        bits = _BITS if matrix is None else matrix.bits
-        if matrix is None:
-            integers, scales, zeros = self._quantized(lookup, key)
-        else:
-            integers, scales, zeros = (constant(value) for value in (*matrix.constants, None)[:3])
-        values: list[ir.Value | None] = [add_initializer(graph, f"{base}_blocks", integers.reshape(len(integers), -1))]
-        shared = () if matrix is None else matrix.constants
-        for i, (name, array) in enumerate((("scales", scales), ("zero_points", zeros)), 1):
-            if array is None or (name == "zero_points" and array.dtype != np.uint8):
-                values.append(None)
-            elif i < len(shared) and shared[i].graph is graph:
-                values.append(shared[i])
-            else:
-                values.append(add_initializer(graph, f"{base}_{name}", array))
-        offsets = None
-        if zeros is not None and values[2] is None:
-            offsets = add_initializer(graph, f"{base}_offsets", (zeros - np.float32(2 ** (bits - 1))) * scales)
-        table = QuantizedTable(*values, offsets, bits, self._config.block_size, width)  # type: ignore[arg-type]
+        """Add the constants of a table to a graph."""
+        matrix, base = self.matrix(lookup), f"{lookup.node.name}.table"
+        bits, constants = (_BITS, ()) if matrix is None else (matrix.bits, matrix.constants)
+        integers, scales, zeros = self._quantized(lookup, key) if matrix is None else _arrays(constants)
+
+        def added(position: int, name: str, array: np.ndarray) -> ir.Value:
+            """Return the constant of the layer if it is in the same graph, else a new constant."""
+            if position < len(constants) and constants[position].graph is graph:
+                return constants[position]
+            return add_initializer(graph, f"{base}_{name}", array)
+
+        # The operator accepts only integer zero points.
+        fractional = None if zeros is None or zeros.dtype == np.uint8 else zeros
+        middle = np.float32(2 ** (bits - 1))
+        table = QuantizedTable(
+            integers=add_initializer(graph, f"{base}_blocks", integers.reshape(len(integers), -1)),
+            scales=added(1, "scales", scales),
+            zero_points=None if zeros is None or fractional is not None else added(2, "zero_points", zeros),
+            offsets=None
+            if fractional is None
+            else add_initializer(graph, f"{base}_offsets", (fractional - middle) * scales),
+            bits=bits,
+            block_size=self._config.block_size,
+            width=int(dims(lookup.table)[1]),  # type: ignore[index, arg-type]
+        )
         checkpoint = lookup.checkpoint()
         if checkpoint is not None:
             table.integers.meta[TABLE] = checkpoint, table
@@ -162,6 +167,14 @@ class _Tables:
         return self._arrays[key]
 
 
+def _arrays(constants: Sequence[ir.Value]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the integers, scales and zero points of a quantized weight."""
+    integers, scales = constant(constants[0]), constant(constants[1])
+    assert integers is not None
+    assert scales is not None
+    return integers, scales, constant(constants[2]) if len(constants) > 2 else None
+
+
 def _replace(lookup: EmbeddingLookup, table: QuantizedTable) -> None:
     """Replace a lookup by a lookup in the quantized table."""
     node, ids = lookup.node, lookup.node.inputs[1]
@@ -172,7 +185,6 @@ def _replace(lookup: EmbeddingLookup, table: QuantizedTable) -> None:
         bits=table.bits, block_size=table.block_size, gather_axis=0, quantize_axis=1, dtype=ir.DataType.FLOAT,
     )  # fmt: skip
     if table.offsets is not None:
-        # The operator accepts only integer zero points.
         offsets = new.op("Gather", table.offsets, ids, dtype=ir.DataType.FLOAT)
         offsets = new.op("Unsqueeze", offsets, new.constant([-1]), dtype=ir.DataType.FLOAT)
         sizes = [0] * len(dims(ids) or ())

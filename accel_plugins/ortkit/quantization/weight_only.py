@@ -346,7 +346,7 @@ def quantize_weights(
             constants = add_blocks(layer, blocks.packed, blocks.scales, None if symmetric else zeros)
             if checkpoint is not None:
                 constants[0].meta[CHECKPOINT] = checkpoint
-            stored[key] = BlockMatrix(constants, *weight.shape, width, block_size)
+            stored[key] = BlockMatrix(constants, weight.shape[0], weight.shape[1], width, block_size)
         matrix = stored[key]
         put_blocks(layer, matrix.constants, inner=matrix.inner, outer=matrix.outer, bits=width, block_size=block_size)
         matrices.append(matrix)
