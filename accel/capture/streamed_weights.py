@@ -50,6 +50,7 @@ _SHARED_BYTES = 16 << 20
 _PAGE_BYTES = 1 << 12
 # Constants of Linux that Python's module mmap does not have.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +170,7 @@ class StreamedWeights:
                         # A copy, because the file is closed.
                         self.state_dict[name] = file.get_tensor(name).clone()
         sizes = [-(-math.prod(shape) * 4 // _PAGE_BYTES) * _PAGE_BYTES for *_, shape in large]
-        memory = _not_a_number(sum(sizes)) if sizes else b""
+        memory = self._memory = _not_a_number(sum(sizes)) if sizes else mmap.mmap(-1, 1)
         self._weights: list[ModelWeight] = []
         position = 0
         for (name, path, offset, dtype, shape), size in zip(large, sizes, strict=True):
@@ -210,6 +211,30 @@ class StreamedWeights:
         readers = {name: partial(nothing.expand, weight.shape) for name, weight in streamed.items()}
         with weights_loaded(model, readers), _WithoutProducts():
             yield
+
+    @contextmanager
+    def zeros(self) -> Iterator[None]:
+        """Let streamed weights contain zeros instead of NaN while the context is open, for libraries that read all weights of a graph, for
+        example to merge equal ones.
+
+        The first value is different in each weight. Pages of zeros that are only read do not count as memory of this process.
+        """
+        _map_fixed(self._memory, 0, len(self._memory), -1)
+        try:
+            for number, weight in enumerate(self._weights, start=1):
+                if isinstance(weight, StreamedWeight):
+                    self._values(weight)[0] = number
+            yield
+        finally:
+            _fill_with_nan(self._memory)
+
+    def fill(self, weight: StreamedWeight) -> None:
+        """Write the values of a weight into its memory, until the context of `zeros` is closed."""
+        self._values(weight)[:] = weight.read().flatten().numpy()
+
+    def _values(self, weight: StreamedWeight) -> np.ndarray:
+        offset = weight.address - _address(self._memory)
+        return np.frombuffer(self._memory, np.float32, math.prod(weight.shape), offset)
 
     def add_loaded(self, model: torch.nn.Module) -> None:
         """Add the parameters of a model that are not streamed, in float32.
@@ -273,24 +298,35 @@ def _not_a_number(size: int) -> mmap.mmap:
 
     The same 16 MB are mapped again and again. A write changes only a private copy of a page.
     """
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=protection)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
-    map_memory = ctypes.CDLL(None, use_errno=True).mmap
-    map_memory.restype = ctypes.c_void_p
-    map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, prot=_READ_AND_WRITE)
+    _fill_with_nan(memory)
+    return memory
+
+
+def _fill_with_nan(memory: mmap.mmap) -> None:
     descriptor = os.memfd_create("accel-not-a-number")
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(np.full(min(_SHARED_BYTES, size) // 4, np.nan, np.float32).tobytes())
-        for begin in range(0, size, _SHARED_BYTES):
-            length = min(_SHARED_BYTES, size - begin)
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-            if map_memory(address + begin, length, protection, flags, descriptor, 0) != address + begin:
-                raise OSError(ctypes.get_errno(), "The memory for streamed weights cannot be reserved")
+            file.write(np.full(min(_SHARED_BYTES, len(memory)) // 4, np.nan, np.float32).tobytes())
+        for begin in range(0, len(memory), _SHARED_BYTES):
+            _map_fixed(memory, begin, min(_SHARED_BYTES, len(memory) - begin), descriptor)
     finally:
         os.close(descriptor)
-    return reserved
+
+
+def _map_fixed(memory: mmap.mmap, begin: int, length: int, descriptor: int) -> None:
+    """Replace a range of memory by a private copy of a file, or by zeros if the descriptor is -1."""
+    map_memory = ctypes.CDLL(None, use_errno=True).mmap
+    map_memory.restype = ctypes.c_void_p
+    map_memory.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+    address = _address(memory) + begin
+    if map_memory(address, length, _READ_AND_WRITE, flags, descriptor, 0) != address:
+        raise OSError(ctypes.get_errno(), "The memory for streamed weights cannot be reserved")
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class _WithoutProducts(TorchFunctionMode):

@@ -61,7 +61,7 @@ SPEC = BackendSpec(
     folder_reader="accel_plugins.openvino.ir_folder_reader:OpenVinoFolderReader",
     recorded_options=("performance_hint", "streams", "pinning", _ROUNDED_ACTIVATIONS.name),
     capabilities=(
-        Capability(stage="export", produces=FORMAT, dtypes=_FLOATS),
+        Capability(stage="export", produces=FORMAT, dtypes=_FLOATS, schemes=("weight-int8", "weight-int4")),
         _RUN,
         # ONNX decoders are excluded, because their KV cache is outside of the graph, and OpenVINO needs the KV cache
         # inside the graph.

@@ -4,21 +4,27 @@ runs 1.5 to 2 times slower.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, TensorSpec, record_files, tool_versions
 from accel.capture import AXIS_STEPS, Source, capture_openvino, first_lines, graph_name, quiet, split
-from accel.config import ExportConfig
+from accel.config import ExportConfig, OptimizeConfig, QuantizeConfig
 from accel.errors import ConfigError, ExportError
+from accel.interfaces.protocols import QuantizedExport
 
 from . import FORMAT, quantized_layer_conversion, recurrence
+from .checkpoint_weights import CheckpointWeights
 from .divisions import divide_down
 from .fully_masked_tokens import zero_hidden_tokens
+from .node_names import count_from, last_number
+from .runtime import adapt
 from .state import fold_cache
 from .unit_axes import keep_unit_axes
 
@@ -36,29 +42,82 @@ class OpenVinoExporter:
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace, convert and write the model; see `accel.interfaces.protocols.Exporter`."""
-        if config.opset is not None:
-            raise ConfigError(
-                f"opset is {config.opset}, but OpenVINO IR does not use ONNX opsets.", fix="leave opset out."
-            )
+        _check(config)
         parts = split(source)
-        components = tuple(self._component(part, out, alone=len(parts) == 1) for part in parts)
+        components = []
+        for part in parts:
+            exported, component = self._graph(part, alone=len(parts) == 1)
+            with quiet():
+                if len(parts) == 1:
+                    exported.save_pretrained(out)
+                else:
+                    ov.save_model(exported.program, out / component.file, compress_to_fp16=False)
+            components.append(_with_files(component, out))
+        return Artifact.create(out, self._manifest(source, task, config, components))
+
+    def export_quantized(
+        self,
+        source: Source,
+        *,
+        task: str,
+        config: ExportConfig,
+        optimize: OptimizeConfig | None,
+        quantize: QuantizeConfig,
+        out: Path,
+    ) -> QuantizedExport:
+        """Write a quantized artifact; see `accel.interfaces.protocols.QuantizingExporter`."""
+        from .quantizer import NncfQuantizer
+
+        _check(config)
+        quantizer = NncfQuantizer()
+        quantizer.check_one_pass(quantize)
+        assert source.streamed is not None
+        weights = CheckpointWeights(source.streamed)
+        with source.streamed.without_values(source.model):
+            parts = split(source)
+        alone = len(parts) == 1
+        with source.streamed.zeros():
+            graphs = [self._graph(part, alone=alone) for part in parts]
+            components = [component for _, component in graphs]
+            artifact = Artifact(out, self._manifest(source, task, config, components))
+            started = time.perf_counter()
+            models = [exported.program for exported, _ in graphs]
+            graphs.clear()
+            for place, component in enumerate(components):
+                model = models.pop(0)
+                adapt(model, component)
+                weights.check(model)
+                with weights.read_by_nncf():
+                    quantized = quantizer.compress(model, quantize)
+                weights.fill(quantized)
+                components[place] = write_graph(quantized, component, out, alone=alone)
+                weights.add_file(out / component.file)
+        artifact = quantizer.finished(artifact, out, components, quantize)
+        artifact = artifact.with_step(seconds=round(time.perf_counter() - started, 2))
+        return QuantizedExport(artifact, weights.readers(source))
+
+    def _manifest(self, source: Source, task: str, config: ExportConfig, components: Sequence[Component]) -> Manifest:
         step = Step(stage="export", backend="openvino", config=config.to_dict(), versions=tool_versions(*VERSIONS))
-        manifest = Manifest(
+        return Manifest(
             format=FORMAT,
             task=task,
             architecture=source.architecture,
             dtype=source.dtype,
             source=source.origin,
-            components=components,
+            components=tuple(components),
             steps=(step,),
         )
-        return Artifact.create(out, manifest)
 
-    def _component(self, source: Source, out: Path, *, alone: bool) -> Component:
-        """Convert and write one graph. The KV cache of a decoder becomes part of the graph."""
+    def _graph(self, source: Source, *, alone: bool) -> tuple[Any, Component]:
+        """Convert a model to one graph. The KV cache of a decoder becomes part of the graph.
+
+        Returns:
+            The export object of transformers with the graph, and the component without records of its files.
+        """
+        last = last_number()
         exported = capture_openvino(source, (*recurrence.CONVERSIONS, *quantized_layer_conversion.CONVERSIONS))
         model: ov.Model = exported.program
-        input_names = {port.any_name for port in model.inputs}
+        input_names = [port.any_name for port in model.inputs]
         specs = _input_specs(model, source)
         outputs = output_specs(model, specs, source.max_sizes)
         if source.stateful:
@@ -74,16 +133,12 @@ class OpenVinoExporter:
         specs, outputs = (tuple(replace(s, name=graph_name(s.name)) for s in group) for group in (specs, outputs))
         file = graph_file(source.name, alone=alone)
         model.set_rt_info(MANIFEST, MARK.split("."))
-        with quiet():
-            if alone:
-                exported.save_pretrained(out)
-            else:
-                ov.save_model(model, str(out / file), compress_to_fp16=False)
+        count_from(model, last)
         unused = (*source.unused_inputs, *(name for name in source.example if name not in input_names))
-        return Component(
+        component = Component(
             name=source.name if source.stateful or not alone else "model",
             file=file,
-            files=record_files(out, (file, weights_file(file))),
+            files=(),
             inputs=specs,
             outputs=outputs,
             max_sizes=source.max_sizes,
@@ -93,6 +148,12 @@ class OpenVinoExporter:
             croppable=source.croppable,
             continues=source.continues,
         )
+        return exported, component
+
+
+def _check(config: ExportConfig) -> None:
+    if config.opset is not None:
+        raise ConfigError(f"opset is {config.opset}, but OpenVINO IR does not use ONNX opsets.", fix="leave opset out.")
 
 
 def graph_file(component: str, *, alone: bool) -> str:
@@ -113,7 +174,12 @@ def write_graph(model: ov.Model, component: Component, out: Path, *, alone: bool
     model.set_rt_info(MANIFEST, MARK.split("."))
     with quiet():
         ov.save_model(model, out / file, compress_to_fp16=False)
-    return replace(component, file=file, files=record_files(out, (file, weights_file(file))), domains=None)
+    return _with_files(replace(component, file=file, domains=None), out)
+
+
+def _with_files(component: Component, out: Path) -> Component:
+    """Return the component with records of its files."""
+    return replace(component, files=record_files(out, (component.file, weights_file(component.file))))
 
 
 def _input_specs(model: ov.Model, source: Source) -> tuple[TensorSpec, ...]:

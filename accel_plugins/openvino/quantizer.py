@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from accel.artifact import (
     copy_companions,
     tool_versions,
 )
-from accel.capture import quiet
+from accel.capture import StreamingError, quiet
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError, did_you_mean
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
@@ -28,6 +29,7 @@ from accel.interfaces.protocols import Batches, Feeds
 from . import FORMAT
 from .exporter import VERSIONS, write_graph
 from .int8_float_fallback import PRODUCTS, rounded
+from .node_names import count_new_nodes, last_number
 from .onnx_conversion import refuse_onnx_decoders, refuse_outer_caches
 from .runtime import one_line, read_model
 from .state import BEAM_INDEX
@@ -69,19 +71,59 @@ class NncfQuantizer:
             if alone and config.scheme == "static-int8":
                 report["layers"] = _layers(quantized)
         copy_companions(artifact.path, out)
-        batches = read[artifact.components[0].name]
         record = None
+        batches = read[artifact.components[0].name]
         if batches is not None and config.scheme != "weight-int8":
             record = {"rows": sum(len(next(iter(batch.values()))) for batch in batches), "seed": config.seed}
+        return self.finished(artifact, out, components, config, report=report, calibration=record)
+
+    def check_one_pass(self, config: QuantizeConfig) -> None:
+        """Check that each weight can be compressed without the other weights and without calibration data.
+
+        Raises:
+            ConfigError: A setting is not supported.
+            StreamingError: The algorithm needs more than one weight.
+        """
+        _check(config)
+        if config.algorithm != "rtn" or config.scale_estimation:
+            raise StreamingError(
+                f"{'scale_estimation' if config.scale_estimation else config.algorithm} does not compress each weight alone.",
+                fix="export and quantize the model with two commands.",
+            )
+
+    def compress(self, model: ov.Model, config: QuantizeConfig) -> ov.Model:
+        """Return the graph with compressed weights; the given graph must not be used afterwards."""
+        return _weights_only(nncf_library(), model, config, None)
+
+    def finished(
+        self,
+        artifact: Artifact,
+        out: Path,
+        components: Sequence[Component],
+        config: QuantizeConfig,
+        *,
+        report: Mapping[str, Any] | None = None,
+        calibration: Mapping[str, Any] | None = None,
+    ) -> Artifact:
+        """Write the manifest of the quantized graphs.
+
+        Args:
+            artifact: The artifact before the quantization.
+            out: Folder of the new artifact, complete except for the manifest.
+            components: The quantized graphs.
+            config: Settings of the quantization.
+            report: More facts for the step of the manifest.
+            calibration: Record of the calibration data.
+        """
         step = Step(
             stage="quantize",
             backend="openvino",
             config=config.to_dict(),
             versions=tool_versions(*VERSIONS),
-            report=report,
+            report=dict(report or {}),
         )
         quantization = Quantization(
-            scheme=config.scheme, preset=config.preset, excluded=config.exclude, calibration=record
+            scheme=config.scheme, preset=config.preset, excluded=config.exclude, calibration=calibration
         )
         return artifact.after(step, out, components=components, format=FORMAT, opset=None, quantization=quantization)
 
@@ -165,7 +207,8 @@ def _mapped(nncf: ModuleType, model: ov.Model, config: QuantizeConfig) -> Iterat
     """
     try:
         with quiet():
-            nncf.set_log_level(40)
+            # `nncf.set_log_level` would also change handlers of other libraries, such as those of pytest.
+            logging.getLogger(nncf.__name__).setLevel(logging.ERROR)
             yield
     except nncf.ValidationError as error:
         text = one_line(error)
@@ -381,8 +424,10 @@ def _weights_only(
         }
         if batches is not None:
             settings |= {"dataset": nncf.Dataset(batches), "subset_size": len(batches)}
+    last = last_number()
     with _mapped(nncf, model, config):
         compressed: ov.Model = nncf.compress_weights(model, **settings)
+    count_new_nodes(compressed, last)
     packed = (ov.Type.i4, ov.Type.u4) if four else (ov.Type.i8, ov.Type.u8)
     constants = (node for node in compressed.get_ops() if node.get_type_name() == "Constant")
     if any(node.get_output_element_type(0) in packed for node in constants):

@@ -17,6 +17,7 @@ from accel.errors import BackendUnavailableError, IntegrityError, SessionError, 
 from accel.interfaces.fork_safety import at_fork, never_destroyed
 from accel.interfaces.specs import DeviceSpec
 
+from .node_names import count_new_nodes, last_number
 from .pooled_token import compute_pooled_token
 from .state import fold_cache
 from .unit_axes import keep_unit_axes
@@ -138,12 +139,7 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
     try:
         with _without_links(artifact, component) as file:
             model = core().read_model(str(file))
-        keep_unit_axes(model)
-        compute_pooled_token(model)
-        pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
-        if pairs:
-            fold_cache(model, pairs, component.inputs)
-        reshape(model, component, {})
+        adapt(model, component)
     except READ_ERRORS as error:
         unknown = _UNKNOWN_OPERATORS.search(one_line(error))
         if unknown is not None:
@@ -157,6 +153,18 @@ def read_model(artifact: Artifact, component: Component) -> ov.Model:
         ) from error
     _check_transforms(model, path)
     return model
+
+
+def adapt(model: ov.Model, component: Component) -> None:
+    """Rewrite a graph that was read from a file for OpenVINO's compiler, and fix the axes that are numbers in the manifest."""
+    last = last_number()
+    keep_unit_axes(model)
+    compute_pooled_token(model)
+    pairs = {spec.name: spec.pair for spec in component.inputs if spec.pair is not None}
+    if pairs:
+        fold_cache(model, pairs, component.inputs)
+    reshape(model, component, {})
+    count_new_nodes(model, last)
 
 
 @contextlib.contextmanager

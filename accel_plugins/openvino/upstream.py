@@ -8,16 +8,19 @@ versions.
 | `InferRequest.__mro__[2].infer`, `.start_async` | sorting arguments takes 200 microseconds with cold caches | `InferRequest.infer` |
 | `_offline_transformations.apply_make_stateful_transformation` | creates variables by input name | `passes.MakeStateful`, by node |
 | `NNCF_CI` | importing NNCF sends usage data to its vendor | `openvino_telemetry`'s setting for all users of a machine |
+| `openvino_backend.get_const_value_as_ov_tensor`, `..._as_numpy_tensor` | NNCF reads weights from their files | none |
 | `nncf.quantization.advanced_parameters`, `.range_estimator` | choose how activation ranges are measured | `nncf` exports only a part |
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import openvino as ov
 from openvino._offline_transformations import apply_make_stateful_transformation
 
@@ -61,6 +64,32 @@ def nncf_library() -> ModuleType:
         ) from error
     module: ModuleType = nncf
     return module
+
+
+@contextmanager
+def nncf_reads(read: Callable[[ov.Node], np.ndarray | None]) -> Iterator[None]:
+    """Let NNCF's weight compression read the values of constants with a function, while the context is open.
+
+    Args:
+        read: Returns the values of a constant, or `None` for the values in the graph.
+    """
+    from nncf.quantization.algorithms.weight_compression import openvino_backend as backend
+
+    of_graph, array_of_graph = backend.get_const_value_as_ov_tensor, backend.get_const_value_as_numpy_tensor
+
+    def tensor(constant: ov.Node) -> ov.Tensor:
+        values = read(constant)
+        return of_graph(constant) if values is None else ov.Tensor(values, shared_memory=True)
+
+    def array(constant: ov.Node) -> np.ndarray:
+        values = read(constant)
+        return array_of_graph(constant) if values is None else values
+
+    backend.get_const_value_as_ov_tensor, backend.get_const_value_as_numpy_tensor = tensor, array
+    try:
+        yield
+    finally:
+        backend.get_const_value_as_ov_tensor, backend.get_const_value_as_numpy_tensor = of_graph, array_of_graph
 
 
 def nncf_parameters() -> tuple[ModuleType, ModuleType]:

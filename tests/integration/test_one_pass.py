@@ -1,9 +1,14 @@
-"""Check the export, optimization and quantization in one pass: same files as with three stages, and a check that detects errors."""
+"""Check the export, optimization and quantization in one pass: same files as with three stages, and a check that detects errors.
+
+The tests run for each backend and scheme that the specs declare for exports.
+"""
 
 from __future__ import annotations
 
-import filecmp
 import logging
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import accel
 from accel.artifact import Artifact
+from accel.backends import registry
 from accel.capture.streamed_weights import StreamedWeight, streamed_weights, weights_loaded
 from accel.config import QuantizeConfig
 from accel.errors import ConfigError, QuantizeError
@@ -51,21 +57,48 @@ def saved(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16, **settin
     return folder
 
 
-def in_three_stages(model: Path, out: Path, **settings: Any) -> Artifact:
+def declared() -> list[tuple[str, str]]:
+    """Return each backend and scheme that an installed backend declares for exports."""
+    inventory = registry.inventory()
+    return [
+        (spec.name, scheme)
+        for spec in inventory.specs
+        for capability in spec.capabilities
+        if capability.stage == "export" and inventory.missing(spec) is None
+        for scheme in capability.schemes
+    ]
+
+
+BACKENDS = sorted({backend for backend, _ in declared()})
+
+
+def in_three_stages(model: Path, out: Path, backend: str = "cpu", **settings: Any) -> Artifact:
     """Export, optimize and quantize a model with three calls."""
-    exported = accel.export(model, out / "exported")
-    optimized = accel.optimize(exported, out / "optimized")
-    artifact = accel.quantize(optimized, out / "quantized", **settings)
-    assert isinstance(artifact, Artifact)
-    return artifact
+    artifact = accel.export(model, out / "exported", backend=backend)
+    if registry.describe(backend).capability("optimize", artifact.format) is not None:
+        artifact = accel.optimize(artifact, out / "optimized", backend=backend)
+    quantized = accel.quantize(artifact, out / "quantized", backend=backend, **settings)
+    assert isinstance(quantized, Artifact)
+    return quantized
+
+
+def content(path: Path) -> bytes:
+    """Return the content of a file. In OpenVINO's names, the numbers that count the nodes of the process are replaced by numbers that count
+    the nodes of the file.
+    """
+    data = path.read_bytes()
+    if path.suffix != ".xml":
+        return data
+    numbers: dict[bytes, int] = {}
+    return re.sub(rb"(?<=_)\d+", lambda match: b"%d" % numbers.setdefault(match[0], len(numbers)), data)
 
 
 def assert_same_files(artifact: Artifact, other: Artifact) -> None:
-    """Check that two artifacts have the same graph and weight files, byte for byte."""
+    """Check that two artifacts of this process have the same graph and weight files."""
     assert {path.name for path in artifact.path.iterdir()} == {path.name for path in other.path.iterdir()}
     for component in other.components:
         for record in component.files:
-            assert filecmp.cmp(artifact.path / record.name, other.path / record.name, shallow=False), record.name
+            assert content(artifact.path / record.name) == content(other.path / record.name), record.name
     assert artifact.manifest.quantization == other.manifest.quantization
     assert [c.inputs for c in artifact.components] == [c.inputs for c in other.components]
     assert [step.stage for step in artifact.manifest.steps] == [step.stage for step in other.manifest.steps]
@@ -81,34 +114,72 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", *map(thorough, ("qwen2", "gpt2", "t5"))])
-def test_files_are_those_of_three_stages(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["llama", "bert", *map(thorough, ("qwen2", "gpt2"))])
+def test_files_are_those_of_three_stages(name: str, backend: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "model", name)
-    artifact = accel.export(model, tmp_path / "out", quantize="weight-int4")
-    assert is_one_pass(artifact)
+    artifact = accel.export(model, tmp_path / "out", backend=backend, quantize="weight-int4")
+    assert_same_files(artifact, in_three_stages(model, tmp_path, backend, scheme="weight-int4"))
+    # OpenVINO's converter transposes the weights of GPT-2.
+    assert is_one_pass(artifact) == ((name, backend) != ("gpt2", "openvino"))
+    if not is_one_pass(artifact):
+        return
     validation = artifact.manifest.steps[-1].validation
     assert validation["max_abs_difference"] < 1e-5 < validation["tolerance"]
     assert 0.05 < validation["weight_error"] < 0.12
-    assert artifact.manifest.steps[-1].report["embeddings"]
-    assert_same_files(artifact, in_three_stages(model, tmp_path, scheme="weight-int4"))
+    if backend == "cpu":
+        assert artifact.manifest.steps[-1].report["embeddings"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_files_of_encoders_and_decoders_are_those_of_three_stages(backend: str, tmp_path: Path) -> None:
+    # OpenVINO also quantizes the embeddings of positions, whose size is the number of heads, so blocks of 32 are too large.
+    model = saved(tmp_path / "model", "t5")
+    artifact = accel.export(model, tmp_path / "out", backend=backend, quantize="weight-int8")
+    assert is_one_pass(artifact)
+    assert_same_files(artifact, in_three_stages(model, tmp_path, backend, scheme="weight-int8"))
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("backend", "settings"),
     [
-        {"scheme": "weight-int4", "block_size": 128, "symmetric": False},
-        thorough({"scheme": "weight-int8"}),
-        thorough({"scheme": "weight-int4", "algorithm": "hqq"}),
-        thorough({"scheme": "weight-int4", "ratio": 0.5}),
-        thorough({"scheme": "weight-int4", "exclude": ("model.layers.0.self_attn.o_proj",)}),
-        thorough({"scheme": "weight-int4", "exclude": ("model.embed_tokens",)}),
+        *(thorough(backend, {"scheme": scheme}) for backend, scheme in declared() if scheme != "weight-int4"),
+        ("cpu", {"block_size": 128, "symmetric": False}),
+        thorough("cpu", {"algorithm": "hqq"}),
+        thorough("cpu", {"ratio": 0.5}),
+        thorough("cpu", {"exclude": ("model.layers.0.self_attn.o_proj",)}),
+        thorough("cpu", {"exclude": ("model.embed_tokens",)}),
+        ("openvino", {"ratio": 0.5, "symmetric": True, "block_size": 16}),
+        thorough("openvino", {"exclude": ("re:linear_3/",)}),
+        thorough("openvino", {"scheme": "weight-int8", "symmetric": True}),
     ],
 )
-def test_settings_of_the_quantization_apply(settings: dict[str, Any], tmp_path: Path) -> None:
-    model = saved(tmp_path / "model", "llama")
-    artifact = accel.export(model, tmp_path / "out", quantize=QuantizeConfig(**settings))
+def test_settings_of_the_quantization_apply(backend: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    if backend not in BACKENDS:
+        pytest.skip(f"{backend} is not installed")
+    model, settings = saved(tmp_path / "model", "llama"), {"scheme": "weight-int4", **settings}
+    artifact = accel.export(model, tmp_path / "out", backend=backend, quantize=QuantizeConfig(**settings))
     assert is_one_pass(artifact)
-    assert_same_files(artifact, in_three_stages(model, tmp_path, **settings))
+    assert_same_files(artifact, in_three_stages(model, tmp_path, backend, **settings))
+
+
+@pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend == "openvino"])
+def test_commands_write_the_same_bytes(backend: str, tmp_path: Path) -> None:
+    """In new processes, OpenVINO's numbers in names are the same too."""
+    saved(tmp_path / "model", "llama")
+    for command in (
+        "convert model out --scheme weight-int4",
+        "export model exported",
+        "quantize exported quantized --scheme weight-int4",
+    ):
+        arguments = [*command.split(), "--backend", backend]
+        subprocess.run([sys.executable, "-m", "accel", *arguments], cwd=tmp_path, check=True)
+    artifact = Artifact.load(tmp_path / "out")
+    assert is_one_pass(artifact)
+    for record in artifact.components[0].files:
+        one, three = ((tmp_path / folder / record.name).read_bytes() for folder in ("out", "quantized"))
+        assert one == three, record.name
 
 
 def test_sharded_checkpoints_in_float16_are_streamed(tmp_path: Path) -> None:
@@ -170,22 +241,91 @@ def only_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel.stages.quantized_export.export_resolved", refuse)
 
 
-@pytest.mark.usefixtures("only_one_pass")
-def test_wrong_weights_are_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Write two weights of each byte in the wrong order: the weights differ from the checkpoint."""
+def _swap_integers(patch: pytest.MonkeyPatch) -> None:
+    """Write two weights of each byte in the wrong order."""
     from accel_plugins.ortkit.quantization import weight_only
 
-    model, add = saved(tmp_path / "model", "llama"), weight_only.add_blocks
+    add = weight_only.add_blocks
 
     def swapped(layer: Any, packed: np.ndarray, *others: Any) -> Any:
         return add(layer, (packed >> 4) | (packed << 4), *others)
 
-    monkeypatch.setattr(weight_only, "add_blocks", swapped)
+    patch.setattr(weight_only, "add_blocks", swapped)
+
+
+def _reverse_values(patch: pytest.MonkeyPatch) -> None:
+    """Compress the values of each weight in the reverse order."""
+    from accel_plugins.openvino import checkpoint_weights
+
+    read = checkpoint_weights.CheckpointWeights._read
+
+    def reverse(weights: Any, constant: Any) -> np.ndarray | None:
+        values = read(weights, constant)
+        return None if values is None else np.ascontiguousarray(np.flip(values))
+
+    patch.setattr(checkpoint_weights.CheckpointWeights, "_read", reverse)
+
+
+def _use_first_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Use the weight of the first layer of the same size in each layer."""
+    from accel_plugins.ortkit.quantization import weight_only
+
+    put = weight_only.put_blocks
+    stored: dict[tuple[int, int], Any] = {}
+
+    def other_weight(layer: Any, constants: Any, *, inner: int, outer: int, **settings: Any) -> None:
+        put(layer, stored.setdefault((inner, outer), constants), inner=inner, outer=outer, **settings)
+
+    patch.setattr(weight_only, "put_blocks", other_weight)
+
+
+def _exchange_weights(patch: pytest.MonkeyPatch) -> None:
+    """Exchange the weights of the first two products with weights of the same shape."""
+    from accel_plugins.openvino.quantizer import NncfQuantizer
+
+    compress = NncfQuantizer.compress
+
+    def exchanged(quantizer: Any, model: Any, config: QuantizeConfig) -> Any:
+        compressed, by_shape = compress(quantizer, model, config), dict[str, Any]()
+        for node in compressed.get_ordered_ops():
+            if node.get_type_name() != "MatMul" or node.input_value(1).get_node().get_type_name() != "Convert":
+                continue
+            other = by_shape.setdefault(str(node.input_value(1).get_shape()), node)
+            if other is not node:
+                weights = other.input_value(1), node.input_value(1)
+                node.input(1).replace_source_output(weights[0])
+                other.input(1).replace_source_output(weights[1])
+                return compressed
+        raise AssertionError("the graph has no two products of the same shape")
+
+    patch.setattr(NncfQuantizer, "compress", exchanged)
+
+
+@pytest.mark.usefixtures("only_one_pass")
+@pytest.mark.parametrize(
+    ("backend", "plant", "message"),
+    [
+        ("cpu", _swap_integers, "differs from the checkpoint by"),
+        ("cpu", _use_first_blocks, "of the new graph differs from the original by"),
+        ("openvino", _reverse_values, "differs from the checkpoint by"),
+        ("openvino", _exchange_weights, "of the new graph differs from the original by"),
+    ],
+)
+def test_planted_errors_are_detected(
+    backend: str,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if backend not in BACKENDS:
+        pytest.skip(f"{backend} is not installed")
+    model = saved(tmp_path / "model", "llama")
+    plant(monkeypatch)
     with caplog.at_level(logging.WARNING), pytest.raises(_ThreeStagesError):
-        accel.export(model, tmp_path / "out", quantize="weight-int4")
-    assert "differs from the checkpoint by" in caplog.text
+        accel.export(model, tmp_path / "out", backend=backend, quantize="weight-int4")
+    assert message in caplog.text
 
 
 @pytest.mark.usefixtures("only_one_pass")
@@ -207,22 +347,21 @@ def test_wrong_embeddings_are_detected(
 
 
 @pytest.mark.usefixtures("only_one_pass")
-def test_wrong_graphs_are_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Use the weight of another layer of the same size in the graph, while the weights in the file are right."""
-    from accel_plugins.ortkit.quantization import weight_only
+@pytest.mark.parametrize("settings", [{"algorithm": "awq"}, {"scale_estimation": True}])
+def test_algorithms_that_need_several_weights_go_through_three_stages(settings: dict[str, Any], tmp_path: Path) -> None:
+    if "openvino" not in BACKENDS:
+        pytest.skip("openvino is not installed")
+    config = QuantizeConfig(scheme="weight-int4", **settings)
+    with pytest.raises(_ThreeStagesError):
+        accel.export(saved(tmp_path / "model", "bert"), tmp_path / "out", backend="openvino", quantize=config)
 
-    model, put = saved(tmp_path / "model", "llama"), weight_only.put_blocks
-    stored: dict[tuple[int, int], Any] = {}
 
-    def other_weight(layer: Any, constants: Any, *, inner: int, outer: int, **settings: Any) -> None:
-        put(layer, stored.setdefault((inner, outer), constants), inner=inner, outer=outer, **settings)
-
-    monkeypatch.setattr(weight_only, "put_blocks", other_weight)
-    with caplog.at_level(logging.WARNING), pytest.raises(_ThreeStagesError):
-        accel.export(model, tmp_path / "out", quantize="weight-int4")
-    assert "of the new graph differs from the original by" in caplog.text
+@pytest.mark.usefixtures("only_one_pass")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_declared_schemes_take_one_pass_on_every_backend(backend: str, tmp_path: Path) -> None:
+    for scheme in (scheme for name, scheme in declared() if name == backend):
+        model = saved(tmp_path / f"model-{scheme}", "bert")
+        assert is_one_pass(accel.export(model, tmp_path / scheme, backend=backend, quantize=scheme))
 
 
 def test_from_pretrained_quantizes_and_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
