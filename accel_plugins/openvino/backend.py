@@ -53,7 +53,7 @@ class OpenVinoBackend:
         """Return the exporter, which traces PyTorch models."""
         from .exporter import OpenVinoExporter
 
-        return OpenVinoExporter()
+        return OpenVinoExporter(self.quantizer)
 
     def optimizer(self) -> Optimizer:
         """Return the optimizer, which converts ONNX to OpenVINO IR. OpenVINO optimizes a graph when it compiles it."""

@@ -5,7 +5,7 @@ runs 1.5 to 2 times slower.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,13 @@ VERSIONS = ("torch", "transformers", "openvino", "nncf")
 class OpenVinoExporter:
     """Exporter that writes `openvino_model.xml` and `.bin`, the `accel` manifest and the manifest of transformers'
     exporter.
+
+    Args:
+        quantizer: A function that returns the backend's quantizer, for `export_quantized`.
     """
+
+    def __init__(self, quantizer: Callable[[], Any]) -> None:
+        self._quantizer = quantizer
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace, convert and write the model; see `accel.interfaces.protocols.Exporter`."""
@@ -66,10 +72,8 @@ class OpenVinoExporter:
         out: Path,
     ) -> QuantizedExport:
         """Write a quantized artifact; see `accel.interfaces.protocols.QuantizingExporter`."""
-        from .quantizer import NncfQuantizer
-
         _check(config)
-        quantizer = NncfQuantizer()
+        quantizer = self._quantizer()
         quantizer.check_one_pass(quantize)
         assert source.streamed is not None
         weights = CheckpointWeights(source.streamed)

@@ -178,8 +178,10 @@ def test_commands_write_the_same_bytes(backend: str, tmp_path: Path) -> None:
     artifact = Artifact.load(tmp_path / "out")
     assert is_one_pass(artifact)
     for record in artifact.components[0].files:
-        one, three = ((tmp_path / folder / record.name).read_bytes() for folder in ("out", "quantized"))
-        assert one == three, record.name
+        of_one_pass, of_three_stages = (
+            (tmp_path / folder / record.name).read_bytes() for folder in ("out", "quantized")
+        )
+        assert of_one_pass == of_three_stages, record.name
 
 
 def test_sharded_checkpoints_in_float16_are_streamed(tmp_path: Path) -> None:
