@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from .._version import __version__
-from ..errors import OutputFolderError
+from ..errors import AccelError, OutputFolderError
 from .checksums import is_inside
 from .manifest import MANIFEST
 
@@ -119,8 +119,27 @@ def staging(out: str | os.PathLike[str], *, needs: int = 0) -> Iterator[Path]:
     """
     target = check_output(out)
     with _temporary(target, needs) as (temporary, identity):
-        yield temporary
+        with paths_shown_as(out, temporary):
+            yield temporary
         _finish(temporary, target, identity)
+
+
+@contextmanager
+def paths_shown_as(target: str | os.PathLike[str], *paths: Path) -> Iterator[None]:
+    """Replace temporary paths in the errors of `accel` by the path that the user named, while the context is open."""
+
+    def shown(text: str) -> str:
+        for path in paths:
+            text = text.replace(str(path), os.fspath(target))
+        return text
+
+    try:
+        yield
+    except AccelError as error:
+        error.message = shown(error.message)
+        error.fix = None if error.fix is None else shown(error.fix)
+        error.args = (error.message,)
+        raise
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
-from ..artifact.atomic_folder_writing import copy_companions, staging
+from ..artifact.atomic_folder_writing import copy_companions, paths_shown_as, staging
 from ..artifact.manifest import PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.stage_backend_selection import SchemePlan
@@ -76,7 +76,7 @@ def export_to_scheme(
         artifact = _export_in_one_pass(resolved, out, plan, config)
         if artifact is not None:
             return artifact
-    with staging(out) as folder:
+    with staging(out) as folder, paths_shown_as(out, *(folder / name for name in ("export", "optimized", "quantized"))):
         artifact = export_resolved(resolved, folder / "export", plan=plan.exporter, config=config, **others)
         if artifact.manifest.quantization is not None:
             raise QuantizeError(

@@ -229,6 +229,13 @@ def test_settings_of_the_export_are_checked(tmp_path: Path) -> None:
         accel.export(model, tmp_path / "out", quantize="weight-int8", options={"speed": "fast"})
 
 
+def test_errors_show_the_folder_of_the_call(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model", "bert")
+    with pytest.raises(QuantizeError, match="float16 artifact") as error:
+        accel.export(model, tmp_path / "out", quantize="weight-int8", dtype="float16")
+    assert str(error.value).startswith(f"{tmp_path / 'out'} is a float16 artifact")
+
+
 class _ThreeStagesError(Exception):
     """Raised instead of an export in three stages."""
 
