@@ -326,7 +326,8 @@ def test_tied_output_layer_is_quantized(generator: Artifacts, tmp_path: Path) ->
     assert tiny_generator("qwen3").config.tie_word_embeddings
     small = quantize(artifact, tmp_path / "small", scheme="weight-int8", block_size=32)
     report = small.manifest.steps[-1].report
-    assert len(report["layers"]) == 2 * 7 + 1
+    assert report["embeddings"] == {"model.embed_tokens": 8}
+    assert len(report["layers"]) == 2 * 7 + 2
     rows = inputs_of("qwen3")
     with torch.inference_mode():
         logits, original = opened(small)(**rows).logits, tiny_generator("qwen3")(**rows).logits
