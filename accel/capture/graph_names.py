@@ -92,8 +92,8 @@ def strip_provenance(model: onnx_ir.Model, traced: torch.nn.Module) -> None:
     """
     from transformers import PreTrainedModel
 
-    prefix = "model." if isinstance(getattr(traced, "model", None), PreTrainedModel) else ""
-    prefix = "" if isinstance(traced, PreTrainedModel) else prefix
+    wraps = not isinstance(traced, PreTrainedModel) and isinstance(getattr(traced, "model", None), PreTrainedModel)
+    prefix = "model." if wraps else ""
     model.metadata_props.clear()
     for graph in model.graphs():
         graph.metadata_props.clear()
