@@ -48,9 +48,10 @@ _PART_BYTES = 1 << 21
 # Size of the memory that contains NaN.
 _SHARED_BYTES = 16 << 20
 _PAGE_BYTES = 1 << 12
-# Constants of Linux that Python's module mmap does not have.
+# Constants of Linux. Python's module mmap has the last two, but not on Windows, where this module is imported, too.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_PROT_READ, _PROT_WRITE = 0x1, 0x2
+_READ_AND_WRITE = _PROT_READ | _PROT_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,9 @@ def empty_weight(count: int) -> torch.Tensor:
     Memory from `malloc` stays in the process after weights of different sizes were read one after another. With huge pages, the first write
     to 256 MB takes 50 ms instead of 300 ms.
     """
-    memory = mmap.mmap(-1, max(4 * count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Windows has no flags for memory; elsewhere, memory without them is shared with child processes.
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(4 * count, 1), **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         # Kernels without huge pages refuse this.
         with suppress(OSError):
@@ -263,7 +266,7 @@ def streamed_weights(folder: Path) -> StreamedWeights | None:
     safetensors files, and for checkpoints without large weights in half precision.
     """
     files = _files(folder)
-    if sys.platform != "linux" or not files:
+    if sys.platform != "linux" or not hasattr(os, "memfd_create") or not files:
         return None
     try:
         weights = StreamedWeights(files)

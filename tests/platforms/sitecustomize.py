@@ -24,7 +24,10 @@ from typing import Any
 
 _MISSING = {
     "macos": {
-        "os": ("O_PATH", "copy_file_range", "posix_fadvise", "posix_fallocate", "sched_getaffinity", "sched_setaffinity"),
+        "os": (
+            *("O_PATH", "copy_file_range", "memfd_create", "posix_fadvise", "posix_fallocate"),
+            *("sched_getaffinity", "sched_setaffinity"),
+        ),
         "mmap": ("MADV_DONTNEED", "MADV_HUGEPAGE"),
         "resource": ("prlimit",),
         "time": ("CLOCK_BOOTTIME",),
@@ -32,11 +35,11 @@ _MISSING = {
     "windows": {
         "os": (
             *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_PATH", "EX_OK", "EX_USAGE", "chown", "copy_file_range", "fchmod"),
-            *("fork", "forkpty", "getloadavg", "killpg", "mkfifo", "nice", "pipe2"),
+            *("fork", "forkpty", "getloadavg", "killpg", "memfd_create", "mkfifo", "nice", "pipe2"),
             *("posix_fadvise", "posix_fallocate", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "sendfile"),
             *("setsid", "sysconf", "uname"),
         ),
-        "mmap": ("MADV_DONTNEED", "MADV_HUGEPAGE", "MAP_PRIVATE", "MAP_SHARED", "PROT_READ"),
+        "mmap": ("MADV_DONTNEED", "MADV_HUGEPAGE", "MAP_ANONYMOUS", "MAP_PRIVATE", "MAP_SHARED", "PROT_READ", "PROT_WRITE"),
         "signal": ("SIGALRM", "SIGHUP", "SIGPIPE", "SIGUSR1", "SIGUSR2", "alarm", "pthread_sigmask", "setitimer"),
         "socket": ("SO_REUSEPORT",),
         "time": ("CLOCK_MONOTONIC", "clock_gettime", "pthread_getcpuclockid"),
