@@ -138,6 +138,10 @@ class Quantization:
     calibration: Mapping[str, Any] | None = None
 
 
+CHECKPOINT_METHODS = ("auto-round", "awq", "compressed-tensors", "gptq", "torchao")
+"""Values of `Quantization.preset` for quantizations by other tools: the integers are those of the checkpoint."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastestRunSettings:
     """The fastest measured settings for running the artifact. `from_pretrained` uses them."""

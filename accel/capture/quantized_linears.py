@@ -106,19 +106,23 @@ class QuantizedLinear(torch.nn.Module):
         inner, outer: Number of input and output features.
         bias: Whether the layer adds a bias.
         factor: Whether inputs are multiplied by a vector first (SmoothQuant, AWQ).
+        order: Whether inputs are put into another order first (GPTQ with `desc_act`).
 
     Attributes:
         factor: Vector that scales the inputs, `(inner,) float32`, or `None`.
+        order: The order of the inputs in which neighbours share a scale, `(inner,) int64`, or `None`.
         bias: `(outer,) float32`, or `None`.
     """
 
     factor: torch.Tensor | None
+    order: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def __init__(self, inner: int, outer: int, *, bias: bool, factor: bool) -> None:
+    def __init__(self, inner: int, outer: int, *, bias: bool, factor: bool, order: bool = False) -> None:
         super().__init__()
         self.inner, self.outer = inner, outer
         self.register_buffer("factor", torch.ones(inner) if factor else None)
+        self.register_buffer("order", torch.arange(inner) if order else None)
         self.register_buffer("bias", torch.zeros(outer) if bias else None)
 
     def description(self) -> dict[str, Any]:
@@ -128,10 +132,11 @@ class QuantizedLinear(torch.nn.Module):
             "outer": self.outer,
             "bias": self.bias is not None,
             "factor": self.factor is not None,
+            **({} if self.order is None else {"order": True}),
         }
 
     def dequantized(self) -> torch.Tensor:
-        """Return the dequantized weights, `(outer, inner) float32`."""
+        """Return the dequantized weights, `(outer, inner) float32`, for inputs in the order of `order`."""
         raise NotImplementedError
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +145,8 @@ class QuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output `(..., outer)` of the layer for inputs `(..., inner)`."""
-        result = self.product(x if self.factor is None else x * self.factor)
+        x = x if self.factor is None else x * self.factor
+        result = self.product(x if self.order is None else x.index_select(-1, self.order))
         return result if self.bias is None else result + self.bias
 
 
@@ -202,6 +208,7 @@ class BlockLinear(QuantizedLinear):
         bits: Bits of a weight, 4 or 8.
         block_size: Number of weights that share a scale.
         whole_zeros: Whether zero points are integers that are packed like the weights. If False, zero points are float32.
+        order: Whether inputs are put into another order first (GPTQ with `desc_act`).
 
     Attributes:
         packed: Packed weights, `(outer, blocks, block_size * bits / 8) uint8`.
@@ -223,8 +230,9 @@ class BlockLinear(QuantizedLinear):
         whole_zeros: bool = True,
         bias: bool = True,
         factor: bool = False,
+        order: bool = False,
     ) -> None:
-        super().__init__(inner, outer, bias=bias, factor=factor)
+        super().__init__(inner, outer, bias=bias, factor=factor, order=order)
         self.bits, self.block_size = bits, block_size
         blocks = -(-inner // block_size)
         zeros = (

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .global_state_lock import one_thread_at_a_time
 from .layer_outputs import ReturnsLayerOutputs
 from .load_errors import load_error
 from .output_selection import OutputSelection
+from .packed_checkpoints import load_packed, packed_settings, without_torchao
 from .position_limits import max_sizes_of
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
@@ -107,10 +109,11 @@ def load_source(
         name = getattr(getattr(module, "config", None), "name_or_path", "")
         origin = Origin(id=str(name or type(module).__name__), digest=None)
         module = _plain_forward(module)
-        module = _in_dtype(without_training(module), getattr(torch, config.dtype))
+        module = _in_dtype(without_torchao(without_training(module)), getattr(torch, config.dtype))
     else:
         folder = model.folder
         module, streamed = _load_module(folder, spec, config, hub, weights, stream)
+        module = without_torchao(module)
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     family = family_of(getattr(module, "config", None))
     module = family.traced_module(answering_by_row(module)).eval()
@@ -225,6 +228,10 @@ def _load_module(
                 return shape, None
             if holds_quantized(folder):
                 return _load_quantized(loader, folder, model_config, config, hub), None
+            if (settings := packed_settings(model_config)) is not None:
+                _check_float32(folder, config)
+                load = partial(_load_complete, loader.from_pretrained, folder, spec, **kwargs)
+                return load_packed(load, folder, model_config, settings), None
             classes = classes_for(loader, model_config)
             # Custom code may do anything with the weights when it loads them.
             streams = stream and classes and gguf is None and not hub.trust_remote_code
@@ -332,18 +339,23 @@ def _load_quantized(
     Raises:
         ExportError: A dtype other than float32 was requested.
     """
-    if config.dtype != "float32":
-        raise ExportError(
-            f"{folder} contains a quantized model, which cannot be exported with dtype={config.dtype!r}. Its layers that are not "
-            "quantized compute in float32.",
-            fix="leave dtype out, or export the original model before quantization.",
-        )
+    _check_float32(folder, config)
 
     def make(**settings: bool) -> torch.nn.Module:
         empty: torch.nn.Module = loader.from_config(model_config, trust_remote_code=hub.trust_remote_code, **settings)
         return empty.float()
 
     return load_quantized(folder, make)
+
+
+def _check_float32(folder: Path, config: ExportConfig) -> None:
+    """Raise if a dtype other than float32 was requested for a quantized model."""
+    if config.dtype != "float32":
+        raise ExportError(
+            f"{folder} contains a quantized model, which cannot be exported with dtype={config.dtype!r}. Its layers that are not "
+            "quantized compute in float32.",
+            fix="leave dtype out, or export the original model before quantization.",
+        )
 
 
 def _check_head(loader: Any, config: Any, spec: TaskSpec) -> None:

@@ -166,7 +166,7 @@ class StreamedWeights:
         large: list[tuple[str, Path, int, torch.dtype, tuple[int, ...]]] = []
         for path in files:
             with safe_open(path, framework="pt", device="cpu") as file:
-                for name, (kind, shape, offset) in _header(path).items():
+                for name, (kind, shape, offset) in safetensors_header(path).items():
                     if kind in _HALVES and math.prod(shape) * 4 >= _STREAMED_BYTES:
                         large.append((name, path, offset, _HALVES[kind], shape))
                     else:
@@ -265,7 +265,7 @@ def streamed_weights(folder: Path) -> StreamedWeights | None:
     Return `None` if weights cannot be streamed or nothing is gained: on systems other than Linux, for checkpoints that are not in
     safetensors files, and for checkpoints without large weights in half precision.
     """
-    files = _files(folder)
+    files = safetensors_files(folder)
     if sys.platform != "linux" or not hasattr(os, "memfd_create") or not files:
         return None
     try:
@@ -277,7 +277,8 @@ def streamed_weights(folder: Path) -> StreamedWeights | None:
     return weights if len(weights) else None
 
 
-def _files(folder: Path) -> list[Path]:
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the weight files of a transformers folder in the format safetensors; an empty list if there are none or some are missing."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -287,7 +288,7 @@ def _files(folder: Path) -> list[Path]:
     return files if all(file.is_file() for file in files) else []
 
 
-def _header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def safetensors_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return the data type, the shape and the position of each weight in a safetensors file, by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

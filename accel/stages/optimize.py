@@ -107,7 +107,7 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
     cases = _parent_cases(parent)
     # Half precision in PyTorch itself changes an encoder's hidden states by up to 1.4 % of the largest (a small BART).
     rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
-    sessions = open_plan(make_plan(result), few_calls=True)
+    sessions = open_plan(make_plan(result), few_calls=True, exact=True)
     try:
         return merged(
             {
@@ -126,7 +126,7 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
 
 def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
     """Return test inputs of several shapes for every graph of an artifact, with the outputs of this artifact as expected outputs."""
-    sessions = open_plan(make_plan(parent), few_calls=True)
+    sessions = open_plan(make_plan(parent), few_calls=True, exact=True)
     try:
         cases: dict[str, list[capture.Case]] = {}
         for component in parent.components:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import progress
 from ..artifact.atomic_folder_writing import check_output, staging
-from ..artifact.manifest import Artifact, Component
+from ..artifact.manifest import CHECKPOINT_METHODS, Artifact, Component
 from ..backends import registry
 from ..backends.stage_backend_selection import plan_stage
 from ..config import QuantizeConfig
@@ -51,8 +51,8 @@ def quantize(
         BackendUnavailableError: No installed backend quantizes this format with this scheme.
         QuantizeError: The quantization failed, the artifact is already quantized, or calibration data is missing.
     """
-    artifact = quantizable(artifact, backend)
     config = QuantizeConfig.merged(config, settings)
+    artifact = quantizable(artifact, backend, config.scheme)
     if isinstance(calibration, str | os.PathLike | Mapping):
         raise ConfigError(
             f"calibration is a {type(calibration).__name__}, but it must be an iterable of batches.",
@@ -68,6 +68,7 @@ def quantize(
         watched = None if calibration is None else _CalibrationBatches(calibration, artifact.components[0])
         result = quantizer.quantize(artifact, config=config, calibration=watched, out=folder)
         result = _with_calibration(result, calibration if watched is not None and watched.used else None)
+        result = _with_method(result, artifact)
         result = result.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
     progress.report("quantized", 1, 1)
     result = Artifact(Path(target), result.manifest)
@@ -80,9 +81,12 @@ def quantize(
     return result
 
 
-def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -> Artifact:
+def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None, scheme: str | None = None) -> Artifact:
     """Return the input of a quantizer: an artifact, or a transformers folder if the named backend reads PyTorch
     weights.
+
+    An artifact with the integers of a checkpoint that another tool quantized can be quantized with the same scheme. Then only its other
+    layers are quantized.
 
     Raises:
         ArtifactNotFoundError: The model consists of PyTorch weights, and the backend cannot read them.
@@ -94,9 +98,10 @@ def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None) -
     else:
         resolved = resolve(model)
         artifact = resolved.artifact if resolved.artifact is not None else weights_of(resolved)
-    if artifact.manifest.quantization is not None:
+    quantization = artifact.manifest.quantization
+    if quantization is not None and not (scheme == quantization.scheme and quantization.preset in CHECKPOINT_METHODS):
         raise QuantizeError(
-            f"{artifact.path} is already quantized (scheme {artifact.manifest.quantization.scheme}).",
+            f"{artifact.path} is already quantized (scheme {quantization.scheme}).",
             fix="quantize the float artifact from which it was created.",
         )
     return artifact
@@ -149,6 +154,14 @@ class _CalibrationBatches:
         batches_by_graph: Mapping[str, Iterable[Mapping[str, torch.Tensor]]] = getattr(self._batches, "parts", {})
         self.used = self.used or bool(batches_by_graph)
         return batches_by_graph
+
+
+def _with_method(result: Artifact, parent: Artifact) -> Artifact:
+    """Return the artifact with the name of the tool that quantized the checkpoint, if one did."""
+    before, after = parent.manifest.quantization, result.manifest.quantization
+    if before is None or after is None:
+        return result
+    return Artifact.create(result.path, replace(result.manifest, quantization=replace(after, preset=before.preset)))
 
 
 def _with_calibration(result: Artifact, calibration: object) -> Artifact:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
 from ..artifact.atomic_folder_writing import copy_companions, paths_shown_as, staging
-from ..artifact.manifest import PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, Artifact
+from ..artifact.manifest import CHECKPOINT_METHODS, PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.stage_backend_selection import SchemePlan
 from ..config import ExportConfig, QuantizeConfig
@@ -78,12 +78,15 @@ def export_to_scheme(
             return artifact
     with staging(out) as folder, paths_shown_as(out, *(folder / name for name in ("export", "optimized", "quantized"))):
         artifact = export_resolved(resolved, folder / "export", plan=plan.exporter, config=config, **others)
-        if artifact.manifest.quantization is not None:
-            raise QuantizeError(
-                f"{resolved.location.id if resolved.module is None else 'The model'} is already quantized (scheme "
-                f"{artifact.manifest.quantization.scheme}).",
-                fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
-            )
+        quantization = artifact.manifest.quantization
+        if quantization is not None:
+            name = resolved.location.id if resolved.module is None else "The model"
+            if quantization.scheme != plan.quantize.scheme or quantization.preset not in CHECKPOINT_METHODS:
+                raise QuantizeError(
+                    f"{name} is already quantized (scheme {quantization.scheme}).",
+                    fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
+                )
+            logger.info("%s is already quantized (%s): only its other layers are quantized", name, quantization.preset)
         name = plan.quantizer.backend.name
         if plan.optimize is not None:
             artifact = optimize(artifact, folder / "optimized", backend=name, config=plan.optimize)

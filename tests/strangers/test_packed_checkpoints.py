@@ -1,0 +1,212 @@
+"""Tests that checkpoints that other tools quantized give the same logits as in those tools, with the integers of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accel
+from accel.artifact.hub import HubOptions, Location
+from accel.capture.quantized_linears import quantized_layers
+from accel.capture.source_loader import load_source
+from accel.config import ExportConfig
+from accel.errors import AccelError, ExportError, QuantizeError
+
+from .folders import FOREIGN
+
+# The tolerance is for weights in float16 and bfloat16, in which GPTQModel and torchao dequantize.
+CLOSE = 5e-3
+# The tolerance is for activations that kernels of ONNX Runtime round to 8 bits. Unrelated logits would differ by 1.4.
+ROUNDED = 0.03
+# The tolerance is for an embedding and an output layer that are also rounded to 4 bits.
+MORE_ROUNDED = 0.2
+SCHEMES = {
+    "auto-round": "weight-int4",
+    "awq": "weight-int4",
+    "compressed-int8": "weight-int8",
+    "compressed-zeros": "weight-int4",
+    "gptq-channels": "weight-int8",
+    "gptq-order": "weight-int4",
+    "gptq-zeros": "weight-int4",
+    "torchao": "weight-int4",
+}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+IDS = torch.tensor([[1, 5, 9, 33, 21, 64, 90, 3, 17, 55, 120, 7]])
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model that several tools quantized, and with the logits that these tools computed."""
+    out = tmp_path_factory.mktemp("packed")
+    with tarfile.open(FOREIGN / "packed.tar.xz") as archive:
+        archive.extractall(out, filter="data")
+    return out
+
+
+def load(folder: Path, **settings: str) -> torch.nn.Module:
+    """Load the PyTorch model that an export traces."""
+    location = Location(folder=folder, id=folder.name)
+    config = ExportConfig(**settings)
+    return load_source(location, task="text-generation", config=config, hub=HubOptions()).model
+
+
+def expected_logits(packed: Path, name: str) -> torch.Tensor:
+    """Return the logits of the tool. auto-round's own layout is compared with the float model only."""
+    return torch.tensor(json.loads((packed / "answers" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of the expected values."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+def logits(folder: Path, backend: str) -> torch.Tensor:
+    """Return the logits of an artifact."""
+    with accel.ORTModelForCausalLM.from_pretrained(folder, backend=backend) as model:
+        result: torch.Tensor = model(input_ids=IDS).logits
+    return result
+
+
+def changed(folder: Path, out: Path, **settings: object) -> Path:
+    """Copy a folder, and change settings of its quantization config."""
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] |= settings
+    (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"auto-round"}))
+def test_loaded_layers_compute_the_logits_of_the_tool(name: str, packed: Path) -> None:
+    model = load(packed / name)
+    assert len(quantized_layers(model)) == 7
+    with torch.no_grad():
+        assert distance(model(input_ids=IDS).logits, expected_logits(packed, name)) < CLOSE
+
+
+def test_layout_of_auto_round_equals_that_of_gptq(packed: Path) -> None:
+    # auto-round rounded the same weights to the same 4 bits for both layouts, except for the zero points.
+    layers, others = (quantized_layers(load(packed / name)) for name in ("auto-round", "awq"))
+    assert layers.keys() == others.keys()
+    for name, layer in layers.items():
+        assert distance(layer.dequantized(), others[name].dequantized().detach()) < MORE_ROUNDED
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"auto-round"}))
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_exported_graph_has_the_integers(name: str, backend: str, packed: Path, tmp_path: Path) -> None:
+    artifact = accel.export(packed / name, tmp_path / "out", backend=backend)
+    quantization = artifact.manifest.quantization
+    assert quantization is not None
+    assert quantization.scheme == SCHEMES[name]
+    assert quantization.preset in ("awq", "compressed-tensors", "gptq", "torchao")
+    assert distance(logits(tmp_path / "out", backend), expected_logits(packed, name)) < ROUNDED
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "compressed-int8", "torchao"])
+@pytest.mark.parametrize("backend", ["cpu", "openvino"])
+def test_scheme_quantizes_the_other_layers(name: str, backend: str, packed: Path, tmp_path: Path) -> None:
+    exported = accel.export(packed / name, tmp_path / "export", backend=backend)
+    artifact = accel.export(packed / name, tmp_path / "out", quantize=SCHEMES[name], backend=backend)
+    quantization = artifact.manifest.quantization
+    assert quantization is not None
+    assert quantization.preset == exported.manifest.quantization.preset  # type: ignore[union-attr]
+    sizes = [
+        sum(f.stat().st_size for f in a.path.rglob("*.*") if f.suffix in (".data", ".bin"))
+        for a in (exported, artifact)
+    ]
+    assert sizes[1] < sizes[0]
+    assert distance(logits(artifact.path, backend), expected_logits(packed, name)) < MORE_ROUNDED
+
+
+def test_another_scheme_is_refused(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="already quantized"):
+        accel.export(packed / "awq", tmp_path / "out", quantize="weight-int8")
+    exported = accel.export(packed / "awq", tmp_path / "export")
+    with pytest.raises(QuantizeError, match="already quantized"):
+        accel.quantize(exported, tmp_path / "out", scheme="dynamic-int8")
+
+
+def test_half_precision_is_refused(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="quantized model"):
+        accel.export(packed / "awq", tmp_path / "out", dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("gptq-zeros", {"bits": 3}, "3 bits"),
+        ("awq", {"version": "gemv"}, "'gemv'"),
+        ("gptq-zeros", {"checkpoint_format": "marlin"}, "'marlin'"),
+    ],
+)
+def test_other_layouts_are_refused(
+    name: str, settings: dict[str, object], message: str, packed: Path, tmp_path: Path
+) -> None:
+    folder = changed(packed / name, tmp_path / "changed", **settings)
+    with pytest.raises(ExportError, match=message):
+        accel.export(folder, tmp_path / "out")
+
+
+def test_second_version_of_gptq_has_zero_points_without_an_offset(packed: Path, tmp_path: Path) -> None:
+    folder = changed(packed / "gptq-zeros", tmp_path / "changed", checkpoint_format="gptq_v2")
+    weights = load_file(folder / "model.safetensors")
+    for name in weights:
+        if name.endswith(".qzeros"):
+            values = weights[name].view(torch.uint8)
+            low, high = (values & 15) + 1, (values >> 4) + 1
+            weights[name] = ((low & 15) | ((high & 15) << 4)).view(torch.int32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with torch.no_grad():
+        actual = load(folder)(input_ids=IDS).logits
+    assert distance(actual, expected_logits(packed, "gptq-zeros")) < CLOSE
+
+
+def test_weights_in_other_files_are_refused(packed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(packed / "awq", folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ExportError, match="safetensors"):
+        accel.export(folder, tmp_path / "out")
+
+
+def test_missing_tensors_are_refused(packed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(packed / "awq", folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.scales"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AccelError, match=r"up_proj.*scales"):
+        accel.export(folder, tmp_path / "out")
+
+
+def test_model_in_memory_with_weights_of_torchao(
+    packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    quantize_(plain.model.layers, Int8WeightOnlyConfig())
+    quantize_(plain.lm_head, Float8WeightOnlyConfig())
+    with torch.no_grad():
+        expected = plain(input_ids=IDS).logits
+    artifact = accel.export(plain, tmp_path / "out", task="text-generation")
+    assert "float32" in caplog.text
+    assert artifact.manifest.quantization is not None
+    assert artifact.manifest.quantization.scheme == "weight-int8"
+    assert distance(logits(artifact.path, "cpu"), expected) < ROUNDED
+    assert all("BlockLinear" not in type(module).__name__ for module in plain.modules())
