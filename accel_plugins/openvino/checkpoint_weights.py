@@ -25,7 +25,7 @@ from accel.capture import (
 )
 
 from .runtime import core
-from .upstream import nncf_reads
+from .upstream import nncf_compiles_once, nncf_reads
 
 # Smallest size of a constant that can be a streamed weight, a part of one, or computed from one.
 _LARGE_BYTES = 1 << 12
@@ -84,7 +84,7 @@ class CheckpointWeights:
     def read_by_nncf(self) -> Iterator[None]:
         """Let NNCF read the weights from the checkpoint while the context is open."""
         self._compressed.clear()
-        with nncf_reads(self._read):
+        with nncf_reads(self._read), nncf_compiles_once():
             yield
 
     def fill(self, model: ov.Model) -> None:

@@ -54,3 +54,39 @@ def test_nncf_parameters_exist_by_name() -> None:
     parameters = advanced.AdvancedQuantizationParameters(activations_range_estimator_params=ranges)
     assert parameters.activations_range_estimator_params == ranges
     assert upstream.nncf_library().CompressWeightsMode.INT4_SYM
+
+
+def test_nncf_compiles_once_for_weights_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    nncf = upstream.nncf_library()
+    compiled: list[ov.Model] = []
+    compile_model = ov.compile_model
+
+    def counted(model: ov.Model, *args: object, **settings: object) -> ov.CompiledModel:
+        compiled.append(model)
+        return compile_model(model, *args, **settings)
+
+    def graph() -> ov.Model:
+        x = ops.parameter([1, 256], ov.Type.f32)
+        random = np.random.default_rng(0)
+        total = x
+        for _ in range(4):
+            weight = ops.constant(random.standard_normal((256, 256)).astype(np.float32))
+            total = ops.matmul(total, weight, transpose_a=False, transpose_b=True)
+        return ov.Model([total], [x], "layers")
+
+    def compress() -> ov.Model:
+        return nncf.compress_weights(graph(), mode=nncf.CompressWeightsMode.INT4_SYM, group_size=32, all_layers=True)
+
+    monkeypatch.setattr(ov, "compile_model", counted)
+    expected = compress()
+    often = len(compiled)
+    compiled.clear()
+    with upstream.nncf_compiles_once():
+        actual = compress()
+    assert len(compiled) < often
+
+    def constants(model: ov.Model) -> list[bytes]:
+        nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
+        return [node.get_tensor_view().data.tobytes() for node in nodes]
+
+    assert constants(actual) == constants(expected)
