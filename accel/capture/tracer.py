@@ -24,6 +24,7 @@ from ..upstream.exporter_tables import (
     without_stack_traces,
     without_telemetry,
 )
+from ..upstream.onnx_decomposition import decomposed_in_place
 from ..upstream.onnx_exporter import parse_operators_once, prepare_rewriter, release_traced_graphs
 from ..upstream.output_silencing import quiet
 from ..upstream.replaced_attributes import replaced_attributes
@@ -61,7 +62,7 @@ def capture_onnx(source: Source, config: ExportConfig) -> tuple[onnx_ir.Model, E
     prepare_rewriter()
     parse_operators_once()
     settings = OnnxConfig(dynamic=True, dynamic_shapes=_dynamic_shapes(source), opset_version=config.opset)
-    with recurrent(source.model), symbolic_operators():
+    with recurrent(source.model), symbolic_operators(), decomposed_in_place():
         exported = _traced(source, lambda: OnnxExporter().export(source.model, dict(source.example), settings))
     graph = exported.program
     _name_axes(graph, source)

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from accel.testing.models import tiny_tokenizer
-from accel.upstream import exporter_tables, model_internals, onnx_exporter, pipeline_internals
+from accel.upstream import exporter_tables, model_internals, onnx_decomposition, onnx_exporter, pipeline_internals
 from accel.upstream.attention_choice import attention_of
 from accel.upstream.auto_models import architectures, classes_for, model_type_of
 from accel.upstream.cache_names import CACHE_NAME, cache_argument
@@ -183,6 +183,47 @@ def test_rewrite_rules_of_onnxscript() -> None:
     onnx_exporter.parse_operators_once()
     onnx_exporter.release_traced_graphs()
     assert all("_graph" not in vars(rule._matcher) for rule in rewriter._DEFAULT_REWRITE_RULES)
+
+
+class Conversions(torch.nn.Module):
+    """Model whose operators are all decomposed in place."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        values = torch.nn.functional.dropout(ids.to(torch.float32).contiguous().to(torch.float32), training=False)
+        both = mask.to(torch.bool) & (ids > 1).type(torch.bool) | (ids < 0)
+        return values.reshape(-1, 2, 3).transpose(1, 2).reshape(-1, 6) + both.to(values)
+
+
+class InPlace(torch.nn.Module):
+    """Model with an operator that must be decomposed in a second trace."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ids.to(torch.float32).add_(1) * mask
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("model", "in_place"), [(Conversions(), True), (InPlace(), False)])
+def test_operators_are_decomposed_in_place(
+    model: torch.nn.Module, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.onnx._internal.exporter import _fx_passes
+
+    original, calls = _fx_passes.decompose_with_registry, []
+
+    def decompose(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(_fx_passes, "decompose_with_registry", decompose)
+    example = torch.arange(12).view(2, 6) - 2, torch.ones(2, 6, dtype=torch.int64)
+    axes = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(model.eval(), example, dynamic_shapes=(axes, axes), strict=False)
+    with onnx_decomposition.decomposed_in_place():
+        graph = torch.onnx.export(program, verbose=False)
+    assert bool(calls) is not in_place
+    assert _fx_passes.decompose_with_registry is decompose
+    longer = torch.arange(18).view(3, 6) - 2, torch.tensor([0, 1, 1, 0, 1, 2]).expand(3, 6).contiguous()
+    assert torch.equal(graph(*longer)[0], model(*longer))
 
 
 def test_exporter_tables_are_restored() -> None:
