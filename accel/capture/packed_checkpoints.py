@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -314,13 +314,6 @@ def load_packed(
     _register_loader()
     plain.quantization_config = {"quant_method": _METHOD, "packed": packed, "settings": settings}
     model = load(config=plain)
-    layers_of_model = quantized_layers(model)
-    if not layers_of_model:
-        raise ExportError(
-            f"None of the {len(packed)} quantized layers of the checkpoint in {folder} is a linear layer of a {type(model).__name__} in "
-            "transformers.",
-            fix=_ORIGINAL,
-        )
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "quantization_config"):
             del module.config.quantization_config  # type: ignore[union-attr]
@@ -352,7 +345,9 @@ def _register_loader() -> None:
     class PackedLoader(HfQuantizer):  # type: ignore[misc]
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             config = self.quantization_config
-            for name, tensors in _matched(model, config.packed):
+            matched = dict(_matched(model, config.packed))
+            _check_matched(model, config.packed, {path for path, _ in matched.values()})
+            for name, (_, tensors) in matched.items():
                 layer = model.get_submodule(name)
                 model.set_submodule(name, _PackedLinear(layer, tensors, config.settings))
 
@@ -371,8 +366,9 @@ def _register_loader() -> None:
             return False
 
 
-def _matched(model: Any, packed: Mapping[str, Shapes]) -> Iterator[tuple[str, Shapes]]:
-    """Yield the names of the linear layers of a model that are packed in the checkpoint, and the shapes of their tensors.
+def _matched(model: Any, packed: Mapping[str, Shapes]) -> Iterator[tuple[str, tuple[str, Shapes]]]:
+    """Yield the names of the linear layers of a model that are packed in the checkpoint, with their names in the checkpoint and the shapes
+    of their tensors.
 
     A checkpoint of a model with a head has a prefix before the names of the model without the head, and the reverse.
     """
@@ -380,9 +376,24 @@ def _matched(model: Any, packed: Mapping[str, Shapes]) -> Iterator[tuple[str, Sh
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear):
             names = (name, prefix + name, name.removeprefix(prefix))
-            tensors = next((packed[each] for each in names if each in packed), None)
-            if tensors is not None:
-                yield name, tensors
+            path = next((each for each in names if each in packed), None)
+            if path is not None:
+                yield name, (path, packed[path])
+
+
+def _check_matched(model: torch.nn.Module, packed: Mapping[str, Shapes], matched: Collection[str]) -> None:
+    """Raise if quantized layers of the checkpoint are not linear layers of the model. A head that the model does not have is ignored.
+
+    Raises:
+        ExportError: The model has no quantized layer, or its experts are quantized. transformers merges the experts of a layer.
+    """
+    others = [name for name in packed if name not in matched and (not matched or ".experts." in name)]
+    if others:
+        raise ExportError(
+            f"{len(others)} of {len(packed)} quantized layers of the checkpoint are not linear layers of a {type(model).__name__} in "
+            f"transformers: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}.",
+            fix=_ORIGINAL,
+        )
 
 
 def without_torchao(model: torch.nn.Module) -> torch.nn.Module:

@@ -196,6 +196,17 @@ def test_missing_tensors_are_refused(packed: Path, tmp_path: Path) -> None:
         accel.export(folder, tmp_path / "out")
 
 
+def test_quantized_experts_are_refused(packed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(packed / "awq", folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if ".mlp.up_proj." in name]:
+        weights[name.replace("up_proj", "experts.0.up_proj")] = weights.pop(name)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExportError, match=r"1 of 7 quantized layers .* not linear layers .*experts\.0\.up_proj"):
+        accel.export(folder, tmp_path / "out")
+
+
 def test_model_in_memory_with_weights_of_torchao(
     packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
