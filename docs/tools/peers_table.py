@@ -153,6 +153,7 @@ TABLES = {
     "generation": generation,
     "generation-24-layers": lambda: large_model("generation_peers_24_layers.json"),
     "generation-1b": lambda: large_model("generation_peers_1b.json"),
+    "generation-1b-amx": lambda: large_model("generation_peers_1b_amx.json"),
 }
 
 
