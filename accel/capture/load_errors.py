@@ -25,11 +25,20 @@ def load_error(folder: Path, error: Exception) -> ExportError:
         problem = _config_problem(folder) or _weights_problem(folder, error)
     except (AccelError, OSError):
         problem = None
-    reason, fix = problem or (
-        str(error),
-        "check that config.json and the weights in the folder are complete and belong to the same model.",
-    )
+    fix = "check that config.json and the weights in the folder are complete and belong to the same model."
+    if problem is None and (method := _quantization_method(folder)) is not None:
+        fix = f"install the package that the message names, or export the model before its quantization by {method}."
+    reason, fix = problem or (str(error), fix)
     return ExportError(f"transformers cannot load a model from {folder}: {reason}", fix=fix)
+
+
+def _quantization_method(folder: Path) -> str | None:
+    """Return the name of the tool that quantized the checkpoint, according to `config.json`."""
+    try:
+        settings = read_config(folder).get("quantization_config")
+    except (AccelError, OSError):
+        return None
+    return str(settings.get("quant_method")) if isinstance(settings, dict) and settings.get("quant_method") else None
 
 
 def _config_problem(folder: Path) -> tuple[str, str] | None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +40,61 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
+_OUTPUT_LAYERS = ("lm_head", "embed_out", "cls.predictions.decoder")
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Data types and shapes of the tensors of a layer, by the last part of their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSettings:
+    """What the quantization config of a checkpoint says about its packed weights.
+
+    Attributes:
+        method: Name of the tool.
+        layout: Name of the layout: `gptq`, `awq` or `compressed-tensors`.
+        zero_offset: Number to add to the stored zero points.
+        group: Number of weights that share a scale; -1 for one scale per row or for all weights; `None` if layers differ.
+        ordered: Whether the checkpoint contains the group of each input feature (`desc_act`).
+        symmetric: Whether the zero points of compressed-tensors are the middle of the range, so that they are not stored.
+        rounds_activations: Whether the model was made to run with rounded activations.
+    """
+
+    method: str
+    layout: str
+    zero_offset: int = 0
+    group: int | None = None
+    ordered: bool = False
+    symmetric: bool = True
+    rounds_activations: bool = False
 
 
 class _PackedLinear(torch.nn.Module):
     """The tensors of a quantized linear layer as the checkpoint contains them. The layer cannot run.
 
     Args:
+        name: Name of the layer in the checkpoint.
         layer: The linear layer that it replaces.
         tensors: The data types and shapes of the tensors in the checkpoint.
-        settings: The checkpoint's quantization config.
+        settings: The checkpoint's settings.
+
+    Raises:
+        ExportError: The tensors do not have the layout of the settings.
     """
 
-    def __init__(self, layer: torch.nn.Linear, tensors: Shapes, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, layer: torch.nn.Linear, tensors: Shapes, settings: PackedSettings) -> None:
         super().__init__()
         self.inner, self.outer, self.settings = layer.in_features, layer.out_features, settings
-        for name, (dtype, shape) in tensors.items():
+        self.bits = _checked_bits(name, self.inner, self.outer, tensors, settings)
+        self.packed_name = _weights_name(tensors)
+        for tensor, (dtype, shape) in tensors.items():
             empty = torch.empty(shape, dtype=dtype, device="meta")
-            self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
+            self.register_parameter(tensor, torch.nn.Parameter(empty, requires_grad=False))
         if layer.bias is not None and "bias" not in tensors:
             self.register_parameter("bias", torch.nn.Parameter(layer.bias.detach(), requires_grad=False))
+        if "weight" not in tensors:
+            # Some models initialize the attribute `weight` of their layers before the checkpoint is read.
+            self.weight = torch.empty(0)
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """Return a tensor of the layer, or `None`."""
@@ -72,17 +107,18 @@ class _PackedLinear(torch.nn.Module):
 
     def blocks(self) -> BlockLinear:
         """Return a layer with the same integers that can run."""
-        layout = next(layout for key, layout in _LAYOUTS.items() if self.tensor(key) is not None)
-        packed, scales, zeros, order, bits = layout(self)
+        packed, scales, zeros, order = _READERS[str(self.packed_name)](self)
+        # compressed-tensors stores -1 if the order is not set.
+        order = None if order is not None and bool((order < 0).all()) else order
         return block_linear(
-            packed, scales, zeros, bits=bits, inner=self.inner, group=self.settings.get("group_size"),
-            bias=self.tensor("bias"), order=order,
+            packed, scales, zeros, bits=self.bits, inner=self.inner, group=self.settings.group, bias=self.tensor("bias"),
+            order=order,
         )  # fmt: skip
 
 
-_Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int]
+_Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Weights `(outer, inner * bits / 8) uint8` as `pack` packs them, scales `(outer, groups) float32`, zero points
-`(outer, groups) uint8`, the group of each column of the weight or `None`, and the number of bits."""
+`(outer, groups) uint8`, and the group of each column of the weight or `None`."""
 
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
@@ -93,67 +129,126 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
 def _gptq(layer: _PackedLinear) -> _Packed:
     """Read `qweight: (inner / 8, outer) int32`, for 4 bits, and `qzeros: (groups, outer / 8) int32`; or the layout of AWQ."""
     qweight, qzeros, scales = (layer.required(name) for name in ("qweight", "qzeros", "scales"))
-    if str(layer.settings.get("quant_method")) == "awq" or "awq" in str(layer.settings.get("packing_format")):
-        return _awq(layer)
-    bits = 32 * qweight.shape[0] // layer.inner
-    zeros = unpack(_words(qzeros), bits, layer.outer).T
-    if layer.settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        # This format contains each zero point minus 1.
-        zeros = (zeros + 1) & (2**bits - 1)
-    return _words(qweight.T), scales.T.float(), zeros, layer.tensor("g_idx"), bits
+    if layer.settings.layout == "awq":
+        return pack(_awq_columns(qweight, layer.outer), 4), scales.T.float(), _awq_columns(qzeros, layer.outer), None
+    zeros = unpack(_words(qzeros), layer.bits, layer.outer).T
+    zeros = (zeros + layer.settings.zero_offset) & (2**layer.bits - 1)
+    return _words(qweight.T), scales.T.float(), zeros, layer.tensor("g_idx")
 
 
-def _awq(layer: _PackedLinear) -> _Packed:
-    """Read `qweight: (inner, outer / 8) int32` and `qzeros: (groups, outer / 8) int32`, whose columns are in another order."""
+def _awq_columns(words: torch.Tensor, outer: int) -> torch.Tensor:
+    """Return the values `(outer, rows) uint8` of words `(rows, outer / 8) int32`, whose columns are in AWQ's order."""
     order = torch.tensor(_AWQ_ORDER).argsort()
-
-    def columns(words: torch.Tensor) -> torch.Tensor:
-        values = unpack(_words(words), 4, layer.outer)
-        return values.view(len(values), -1, len(order))[..., order].flatten(1).T
-
-    qweight, qzeros, scales = (layer.required(name) for name in ("qweight", "qzeros", "scales"))
-    return pack(columns(qweight), 4), scales.T.float(), columns(qzeros), None, 4
+    values = unpack(_words(words), 4, outer)
+    return values.view(len(values), -1, len(order))[..., order].flatten(1).T
 
 
 def _pack_quantized(layer: _PackedLinear) -> _Packed:
     """Read `weight_packed: (outer, inner / 8) int32` for 4 bits, and zero points that are packed along the outer axis."""
-    weight, scales = layer.required("weight_packed"), layer.required("weight_scale")
-    zeros = layer.tensor("weight_zero_point")
-    bits = 32 * weight.shape[1] // layer.inner
-    middle = torch.full(scales.shape, 2 ** (bits - 1), dtype=torch.uint8)
-    packed_zeros = middle if zeros is None else unpack(_words(zeros.T), bits, layer.outer).T
-    return _words(weight), scales.float(), packed_zeros, layer.tensor("weight_g_idx"), bits
+    scales, zeros = _scales(layer), layer.tensor("weight_zero_point")
+    if zeros is None:
+        centers = torch.full(scales.shape, 2 ** (layer.bits - 1), dtype=torch.uint8)
+    else:
+        centers = unpack(_words(zeros.T), layer.bits, layer.outer).T
+    return _words(layer.required("weight_packed")), scales, centers, layer.tensor("weight_g_idx")
 
 
 def _int_quantized(layer: _PackedLinear) -> _Packed:
     """Read `weight: (outer, inner) int8`."""
-    weight, scales = layer.required("weight"), layer.required("weight_scale")
-    zeros = layer.tensor("weight_zero_point")
-    scales = scales.float().view(layer.outer, -1) if scales.numel() > 1 else scales.float().expand(layer.outer, 1)
-    centers = torch.zeros(scales.shape, dtype=torch.int8) if zeros is None else zeros.expand(scales.shape)
-    return _unsigned(weight, 8), scales, _unsigned(centers, 8), layer.tensor("weight_g_idx"), 8
+    scales, zeros = _scales(layer), layer.tensor("weight_zero_point")
+    centers = torch.zeros(scales.shape, dtype=torch.int8) if zeros is None else _by_row(zeros, layer.outer)
+    return _unsigned(layer.required("weight"), 8), scales, _unsigned(centers, 8), layer.tensor("weight_g_idx")
 
 
-_LAYOUTS: Mapping[str, Callable[[_PackedLinear], _Packed]] = {
+def _scales(layer: _PackedLinear) -> torch.Tensor:
+    """Return the scales of compressed-tensors, `(outer, groups) float32`."""
+    return _by_row(layer.required("weight_scale"), layer.outer).float()
+
+
+def _by_row(values: torch.Tensor, outer: int) -> torch.Tensor:
+    """Return `(outer, groups)` for values of that shape, for one value per row, or for one value in all."""
+    return values.expand(outer, 1) if values.numel() == 1 else values.view(outer, -1)
+
+
+_READERS: Mapping[str, Callable[[_PackedLinear], _Packed]] = {
     "qweight": _gptq,
     "weight_packed": _pack_quantized,
     "weight": _int_quantized,
 }
-"""Functions that read a layout, by the name of the tensor with the weights."""
+"""Functions that read the tensors of a layer, by the name of the tensor with the weights."""
 
-
-_REQUIRED: Mapping[str, tuple[str, ...]] = {
-    "qweight": ("qzeros", "scales"),
-    "weight_packed": ("weight_scale",),
-    "weight": ("weight_scale",),
+_TENSORS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "qweight": (frozenset({"qzeros", "scales"}), frozenset({"g_idx"})),
+    "weight_packed": (frozenset({"weight_scale"}), frozenset({"weight_shape", "weight_zero_point", "weight_g_idx"})),
+    "weight": (frozenset({"weight_scale"}), frozenset({"weight_shape", "weight_zero_point", "weight_g_idx"})),
 }
-"""Names of the tensors that belong to the tensor with the weights."""
+"""Names of the tensors that belong to the tensor with the weights: those that must exist, and those that may."""
+_OF_ACTIVATIONS = ("input_", "output_")
 
 
 def _weights_name(tensors: Shapes) -> str | None:
     """Return the name of the tensor with the integer weights of a layer, or `None` if the layer has none."""
-    names = [name for name in _LAYOUTS if name in tensors and not tensors[name][0].is_floating_point]
+    names = [name for name in _READERS if name in tensors and not tensors[name][0].is_floating_point]
     return names[0] if names else None
+
+
+def _checked_bits(name: str, inner: int, outer: int, tensors: Shapes, settings: PackedSettings) -> int:
+    """Check the names and shapes of the tensors of a layer, and return the number of bits.
+
+    Raises:
+        ExportError: A tensor is missing, is unknown, or has another shape or data type than its layout.
+    """
+    weights = str(_weights_name(tensors))
+    required, optional = _TENSORS[weights]
+    if settings.ordered:
+        required |= {"g_idx"}
+    if weights != "qweight" and not settings.symmetric:
+        required |= {"weight_zero_point"}
+    if missing := sorted(required - tensors.keys()):
+        raise ExportError(
+            f"The checkpoint lacks tensors of the quantized layer {name}: {', '.join(missing)}.",
+            fix="download the missing weights, or " + _ORIGINAL,
+        )
+    unknown = sorted(tensors.keys() - required - optional - {weights, "bias"})
+    if unknown := [tensor for tensor in unknown if not tensor.startswith(_OF_ACTIVATIONS)]:
+        raise ExportError(
+            f"The quantized layer {name} has tensors that accel does not read: {', '.join(unknown)}.", fix=_ORIGINAL
+        )
+    dtype, shape = tensors[weights]
+    scale = tensors["scales" if weights == "qweight" else "weight_scale"][1]
+    if weights == "weight":
+        bits, expected = 8, (outer, inner)
+    elif weights == "weight_packed":
+        bits = 32 * shape[-1] // inner
+        expected = (outer, inner * bits // 32)
+    elif settings.layout == "awq":
+        bits, expected = 4, (inner, outer // 8)
+    else:
+        bits = 32 * shape[0] // inner
+        expected = (inner * bits // 32, outer)
+    groups = scale[0] if weights == "qweight" else scale[1] if len(scale) == 2 else 1
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {weights: (shape, expected)}
+    if weights == "qweight":
+        shapes |= {
+            "scales": (scale, (groups, outer)),
+            "qzeros": (tensors["qzeros"][1], (groups, -(-outer * bits // 32))),
+        }
+    elif math.prod(scale) > 1:
+        shapes["weight_scale"] = scale, (outer, groups) if len(scale) == 2 else (outer,)
+    if settings.group is not None and bits in (4, 8):
+        size = settings.group if 0 < settings.group < inner else inner
+        shapes["number of groups"] = (groups,), (-(-inner // size),)
+    wrong = {tensor: pair for tensor, pair in shapes.items() if pair[0] != pair[1]}
+    integers = torch.int8 if weights == "weight" else torch.int32
+    floats = tensors["scales" if weights == "qweight" else "weight_scale"][0].is_floating_point
+    if bits not in (4, 8) or wrong or dtype is not integers or not floats:
+        differences = "; ".join(f"{tensor} {list(a)} instead of {list(b)}" for tensor, (a, b) in wrong.items())
+        raise ExportError(
+            f"The tensors of the quantized layer {name} do not have the layout of {settings.method} with 4 or 8 bits: "
+            f"{differences or f'{weights} has the shape {list(shape)} and the data type {dtype}'}.",
+            fix="use the config.json that belongs to the weights, or " + _ORIGINAL,
+        )
+    return bits
 
 
 def _unsigned(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -218,50 +313,87 @@ def block_linear(
     return layer
 
 
-def packed_settings(config: Any) -> dict[str, Any] | None:
-    """Return the quantization config of a model whose packed weights accel reads; `None` for other models.
+def packed_settings(config: Any) -> PackedSettings | None:
+    """Return the settings of a model whose packed weights accel reads; `None` for other models.
 
     Args:
         config: The config of a transformers model.
 
     Raises:
-        ExportError: The checkpoint was quantized by GPTQ, AWQ or auto-round, in a layout or with a number of bits that accel does not read.
+        ExportError: The quantization config is not valid, or describes a layout or a number of bits that accel does not read.
     """
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
+    values: Any = getattr(config, "quantization_config", None)
+    values = values.to_dict() if hasattr(values, "to_dict") else values
+    if values is None:
         return None
-    settings = dict(settings if isinstance(settings, dict) else settings.to_dict())
-    method = str(settings.get("quant_method", "")).replace("_", "-")
-    if method == "compressed-tensors":
-        return settings if _formats(settings) <= {"pack-quantized", "int-quantized"} else None
-    layouts = {
-        "gptq": settings.get("checkpoint_format", "gptq"),
-        "awq": settings.get("version", "gemm"),
-        "auto-round": str(settings.get("packing_format", "auto_round:auto_gptq")).rpartition(":")[2],
-    }
-    if method not in layouts:
-        return None
-    layout, bits = str(layouts[method]).lower(), settings.get("bits", 4)
-    if layout not in ("gptq", "gptq_v2", "gemm", "auto_gptq", "auto_awq") or bits not in (4, 8):
+    try:
+        method = str(values.get("quant_method", "")).replace("_", "-")
+        if method == "compressed-tensors":
+            return _compressed_settings(values)
+        return _gptq_settings(method, values) if method in ("gptq", "awq", "auto-round") else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ExportError(
+            f"The entry quantization_config in config.json cannot be read: {error}",
+            fix="correct config.json, or download it again.",
+        ) from error
+
+
+def _gptq_settings(method: str, values: Mapping[str, Any]) -> PackedSettings:
+    """Return the settings of GPTQ, AWQ and auto-round."""
+    if method == "gptq":
+        layout = values.get("checkpoint_format") or values.get("format") or "gptq"
+    elif method == "awq":
+        layout = values.get("version") or values.get("format") or "gemm"
+    else:
+        layout = str(values.get("packing_format") or "auto_round:auto_gptq").rpartition(":")[2]
+    layout, bits = str(layout).lower(), int(values.get("bits") or 4)
+    awq = layout in ("gemm", "auto_awq")
+    if (layout not in ("gptq", "gptq_v2", "auto_gptq") and not awq) or bits not in ((4,) if awq else (4, 8)):
         raise ExportError(
             f"The checkpoint was quantized by {method} to {bits} bits, in the layout {layout!r}. accel reads 4 and 8 bits in the "
-            "layouts of AutoGPTQ and of AutoAWQ's version 'gemm'.",
+            "layouts of AutoGPTQ, and 4 bits in AutoAWQ's version 'gemm'.",
             fix=_ORIGINAL,
         )
-    if settings.get("dynamic") or settings.get("extra_config"):
-        # Single layers may have other settings; the shapes of their tensors show the number of bits.
-        logger.info("The checkpoint quantizes some layers with other settings")
-    return settings
+    # Single layers may have other settings. The shapes of their tensors show the number of bits.
+    varies = bool(values.get("dynamic") or values.get("extra_config"))
+    size = values.get("group_size")
+    return PackedSettings(
+        method=method,
+        layout="awq" if awq else "gptq",
+        # Other versions contain each zero point minus 1.
+        zero_offset=0 if awq or layout == "gptq_v2" else 1,
+        group=None if varies or size is None else int(size),
+        ordered=bool(values.get("desc_act")) and not varies and not awq,
+    )
 
 
-def _formats(settings: Mapping[str, Any]) -> set[str]:
-    groups: Mapping[str, Any] = settings.get("config_groups") or {}
-    formats = {str(group.get("format") or settings.get("format")) for group in groups.values()}
-    return formats or {str(settings.get("format"))}
+def _compressed_settings(values: Mapping[str, Any]) -> PackedSettings | None:
+    """Return the settings of compressed-tensors; `None` if transformers loads the format, or for formats without integers."""
+    groups = list((values.get("config_groups") or {}).values())
+    formats = {str(group.get("format") or values.get("format")) for group in groups} or {str(values.get("format"))}
+    if not formats <= {"pack-quantized", "int-quantized"}:
+        return None
+    weights = [group.get("weights") or {} for group in groups]
+    strategies = {str(each.get("strategy") or "tensor") for each in weights}
+    if values.get("transform_config") or not strategies <= {"channel", "group", "tensor"}:
+        raise ExportError(
+            "The checkpoint was quantized by compressed-tensors with "
+            f"{'rotations (transform_config)' if values.get('transform_config') else f'the strategy {sorted(strategies)}'}, which accel "
+            "does not read.",
+            fix=_ORIGINAL,
+        )
+    sizes = {int(each.get("group_size") or -1) for each in weights}
+    return PackedSettings(
+        method="compressed-tensors",
+        layout="compressed-tensors",
+        group=sizes.pop() if len(sizes) == 1 else None,
+        symmetric=len(weights) != 1 or bool(weights[0].get("symmetric", True)),
+        rounds_activations=any(group.get("input_activations") for group in groups),
+    )
 
 
 def load_packed(
-    load: Callable[..., torch.nn.Module], folder: Path, model_config: Any, settings: dict[str, Any]
+    load: Callable[..., torch.nn.Module], folder: Path, model_config: Any, settings: PackedSettings
 ) -> torch.nn.Module:
     """Load a model whose linear layers are quantized.
 
@@ -275,37 +407,44 @@ def load_packed(
         The model, with a record of its quantization.
 
     Raises:
-        ExportError: The weights are not in safetensors files, or quantized layers are not linear layers of the model.
+        ExportError: Weight files or tensors are missing, quantized layers are not linear layers of the model, or their tensors do not have
+            the layout of the settings.
+        SafetensorError: A weight file is damaged.
+        FileNotFoundError: The index of the weights lists a file that is missing.
     """
+    from safetensors import safe_open
+
     files = safetensors_files(folder)
+    if not files and (folder / "model.safetensors.index.json").is_file():
+        raise FileNotFoundError("weight files are missing")
     if not files:
         raise ExportError(
-            f"accel reads quantized checkpoints only from safetensors files, and {folder} has none.",
-            fix="save the model again with safetensors files, or " + _ORIGINAL,
+            "accel reads quantized checkpoints from model.safetensors or from the files that model.safetensors.index.json lists, and "
+            f"{folder} has neither.",
+            fix="rename the file with the weights to model.safetensors, or save the model again with safetensors files.",
         )
     layers: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for path in files:
-        for name, (kind, shape, _) in safetensors_header(path).items():
+        with safe_open(path, framework="pt"):
+            header = safetensors_header(path)
+        for name, (kind, shape, _) in header.items():
             owner, _, last = name.rpartition(".")
-            if kind in _DTYPES:
-                layers.setdefault(owner, {})[last] = _DTYPES[kind], shape
+            layers.setdefault(owner, {})[last] = _DTYPES.get(kind, torch.uint8), shape
     packed = {name: tensors for name, tensors in layers.items() if _weights_name(tensors) is not None}
-    absent = [
-        f"{name}.{tensor}"
-        for name, tensors in packed.items()
-        for tensor in _REQUIRED[str(_weights_name(tensors))]
-        if tensor not in tensors
-    ]
-    if absent:
+    if not packed:
         raise ExportError(
-            f"The checkpoint in {folder} lacks {len(absent)} tensors of quantized layers: {', '.join(absent[:3])}.",
-            fix="download the missing weights, or " + _ORIGINAL,
+            f"config.json says that {settings.method} quantized the checkpoint, but its weights in {folder} are not quantized.",
+            fix="use the weights that belong to config.json, or remove quantization_config from config.json.",
         )
-    if any(
-        group.get("input_activations")
-        for group in (settings.get("config_groups") or {}).values()
-        if isinstance(group, dict)
-    ):
+    inside = [
+        name for name in layers if any(name.startswith(f"{layer}.") for layer in _prefixes(name) if layer in packed)
+    ]
+    if inside:
+        raise ExportError(
+            f"Quantized layers of the checkpoint have tensors that accel does not read: {', '.join(inside[:3])}.",
+            fix=_ORIGINAL,
+        )
+    if settings.rounds_activations:
         logger.warning(
             "The checkpoint in %s was made to run with rounded activations. accel uses its integer weights and does not round activations.",
             folder,
@@ -313,11 +452,20 @@ def load_packed(
     plain = copy.deepcopy(model_config)
     _register_loader()
     plain.quantization_config = {"quant_method": _METHOD, "packed": packed, "settings": settings}
+    if any(name in packed for name in _OUTPUT_LAYERS):
+        # The quantized output layer is not the table of the embeddings.
+        plain.get_text_config().tie_word_embeddings = plain.tie_word_embeddings = False
     model = load(config=plain)
     for module in model.modules():
         if hasattr(getattr(module, "config", None), "quantization_config"):
             del module.config.quantization_config  # type: ignore[union-attr]
-    return _recorded(model, str(settings["quant_method"]))
+    return _recorded(model, settings.method)
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules around a module."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _recorded(model: torch.nn.Module, method: str) -> torch.nn.Module:
@@ -337,7 +485,7 @@ def _register_loader() -> None:
 
     @register_quantization_config(_METHOD)
     class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
-        def __init__(self, quant_method: str, packed: Mapping[str, Shapes], settings: Mapping[str, Any]) -> None:
+        def __init__(self, quant_method: str, packed: Mapping[str, Shapes], settings: PackedSettings) -> None:
             self.quant_method = quant_method
             self.packed, self.settings = packed, settings
 
@@ -347,9 +495,9 @@ def _register_loader() -> None:
             config = self.quantization_config
             matched = dict(_matched(model, config.packed))
             _check_matched(model, config.packed, {path for path, _ in matched.values()})
-            for name, (_, tensors) in matched.items():
+            for name, (path, tensors) in matched.items():
                 layer = model.get_submodule(name)
-                model.set_submodule(name, _PackedLinear(layer, tensors, config.settings))
+                model.set_submodule(name, _PackedLinear(path, layer, tensors, config.settings))
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             for name, layer in list(model.named_modules()):
@@ -381,17 +529,20 @@ def _matched(model: Any, packed: Mapping[str, Shapes]) -> Iterator[tuple[str, tu
                 yield name, (path, packed[path])
 
 
-def _check_matched(model: torch.nn.Module, packed: Mapping[str, Shapes], matched: Collection[str]) -> None:
+def _check_matched(model: Any, packed: Mapping[str, Shapes], matched: Set[str]) -> None:
     """Raise if quantized layers of the checkpoint are not linear layers of the model. A head that the model does not have is ignored.
 
     Raises:
-        ExportError: The model has no quantized layer, or its experts are quantized. transformers merges the experts of a layer.
+        ExportError: The model has no quantized layer, or quantized embeddings or experts (transformers merges the experts of a layer).
     """
-    others = [name for name in packed if name not in matched and (not matched or ".experts." in name)]
+    prefix = f"{model.base_model_prefix}."
+    modules = {name for name, _ in model.named_modules()}
+    modules |= {prefix + name for name in modules} | {name.removeprefix(prefix) for name in modules}
+    others = [name for name in packed.keys() - matched if not matched or name in modules or ".experts." in name]
     if others:
         raise ExportError(
             f"{len(others)} of {len(packed)} quantized layers of the checkpoint are not linear layers of a {type(model).__name__} in "
-            f"transformers: {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}.",
+            f"transformers: {', '.join(sorted(others)[:3])}{', ...' if len(others) > 3 else ''}.",
             fix=_ORIGINAL,
         )
 
@@ -417,13 +568,29 @@ def without_torchao(model: torch.nn.Module) -> torch.nn.Module:
             converted.set_submodule(owner, layer)
         else:
             others.append(name)
-            setattr(module, last, torch.nn.Parameter(weight.dequantize().float(), requires_grad=False))
+            setattr(module, last, torch.nn.Parameter(_dequantized(name, weight), requires_grad=False))
     if others:
         logger.warning(
             "%d weights that torchao quantized are exported in float32, because their format (%s) has no integers in blocks: %s",
             len(others), type(quantized[others[0]]).__name__, ", ".join(others[:3]),
         )  # fmt: skip
     return _recorded(converted, "torchao") if blocks else converted
+
+
+def _dequantized(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight of torchao in float32.
+
+    Raises:
+        ExportError: torchao cannot dequantize this format.
+    """
+    try:
+        values: torch.Tensor = weight.dequantize().float()
+    except NotImplementedError as error:
+        raise ExportError(
+            f"The weight {name} has a format of torchao ({type(weight.data).__name__}) that torchao cannot dequantize.",
+            fix=_ORIGINAL,
+        ) from error
+    return values
 
 
 def _is_torchao(tensor: torch.Tensor) -> bool:

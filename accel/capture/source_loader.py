@@ -317,7 +317,9 @@ def _load_complete(from_pretrained: Any, folder: Path, spec: TaskSpec, **kwargs:
         raise ExportError(
             f"The checkpoint in {folder} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}). transformers would fill the missing weights with random numbers.",
-            fix="pass task=... with the task that the checkpoint was trained for, or use a complete checkpoint.",
+            fix="pass task=... with the task that the checkpoint was trained for, or use a complete checkpoint."
+            if getattr(getattr(model, "config", None), "quantization_config", None) is None
+            else "export the model before its quantization: accel does not read this kind of quantized checkpoint.",
         )
     trained = sorted(name for name in info["unexpected_keys"] if name.endswith(TRAINED_STEPS))
     if trained:

@@ -102,7 +102,9 @@ def quantizable(model: Artifact | str | os.PathLike[str], backend: str | None, s
     if quantization is not None and not (scheme == quantization.scheme and quantization.preset in CHECKPOINT_METHODS):
         raise QuantizeError(
             f"{artifact.path} is already quantized (scheme {quantization.scheme}).",
-            fix="quantize the float artifact from which it was created.",
+            fix=f"use scheme={quantization.scheme!r}, which quantizes the layers that are still in float."
+            if quantization.preset in CHECKPOINT_METHODS
+            else "quantize the float artifact from which it was created.",
         )
     return artifact
 

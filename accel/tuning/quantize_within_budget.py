@@ -163,8 +163,8 @@ def quantize(
         InputError: The data has no rows or no labels, or its columns do not map.
     """
     watch = MachineWatch()
-    artifact = quantizable(artifact, backend)
     chosen = QuantizeConfig.merged(config, settings)
+    artifact = quantizable(artifact, backend, chosen.scheme)
     if method is not None:
         chosen = QuantizeConfig.from_dict({**chosen.to_dict(), "calibration": method})
     target = check_output(out, artifact.path)

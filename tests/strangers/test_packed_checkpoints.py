@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import accel
 from accel.artifact.hub import HubOptions, Location
 from accel.capture.quantized_linears import quantized_layers
 from accel.capture.source_loader import load_source
 from accel.config import ExportConfig
-from accel.errors import AccelError, ExportError, QuantizeError
+from accel.errors import ExportError, QuantizeError
 
 from .folders import FOREIGN
 
@@ -152,7 +153,15 @@ def test_half_precision_is_refused(packed: Path, tmp_path: Path) -> None:
     [
         ("gptq-zeros", {"bits": 3}, "3 bits"),
         ("awq", {"version": "gemv"}, "'gemv'"),
+        ("awq", {"bits": 8}, "8 bits"),
+        ("awq", {"version": None, "format": "gemv"}, "'gemv'"),
+        ("awq", {"group_size": 64}, r"number of groups \[4\] instead of \[2\]"),
+        ("awq", {"quant_method": "gptq"}, r"q_proj .* layout of gptq .*: qweight"),
         ("gptq-zeros", {"checkpoint_format": "marlin"}, "'marlin'"),
+        ("gptq-zeros", {"quant_method": "awq", "version": "gemm"}, r"q_proj .* layout of awq .*: qweight"),
+        ("gptq-zeros", {"group_size": "large"}, "quantization_config in config.json"),
+        ("compressed-int8", {"config_groups": ["group"]}, "quantization_config in config.json"),
+        ("compressed-int8", {"transform_config": {"config_groups": {"v": {}}}}, "transform_config"),
     ],
 )
 def test_other_layouts_are_refused(
@@ -186,14 +195,124 @@ def test_weights_in_other_files_are_refused(packed: Path, tmp_path: Path) -> Non
         accel.export(folder, tmp_path / "out")
 
 
-def test_missing_tensors_are_refused(packed: Path, tmp_path: Path) -> None:
+Weights = dict[str, torch.Tensor]
+
+
+def without_scales(weights: Weights) -> None:
+    del weights["model.layers.0.mlp.up_proj.scales"]
+
+
+def without_order(weights: Weights) -> None:
+    del weights["model.layers.0.mlp.up_proj.g_idx"]
+
+
+def without_zero_points(weights: Weights) -> None:
+    del weights["model.layers.0.mlp.up_proj.weight_zero_point"]
+
+
+def with_rotation(weights: Weights) -> None:
+    weights["model.layers.0.mlp.up_proj.u_output.weight"] = torch.eye(256)
+
+
+def with_lookup_table(weights: Weights) -> None:
+    weights["model.layers.0.mlp.up_proj.lookup_table"] = torch.zeros(16)
+
+
+def with_integer_embedding(weights: Weights) -> None:
+    weights["model.embed_tokens.weight"] = torch.zeros((128, 128), dtype=torch.int8)
+    weights["model.embed_tokens.weight_scale"] = torch.ones((128, 1))
+
+
+def with_narrow_words(weights: Weights) -> None:
+    name = "model.layers.0.mlp.up_proj.qweight"
+    weights[name] = weights[name].view(torch.int8)
+
+
+def with_two_bits(weights: Weights) -> None:
+    name = "model.layers.0.mlp.up_proj.qweight"
+    weights[name] = weights[name][: len(weights[name]) // 2].contiguous()
+
+
+def not_quantized(weights: Weights) -> None:
+    for name in [name for name in weights if "_proj." in name and not name.endswith("bias")]:
+        del weights[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("awq", without_scales, r"up_proj: scales"),
+        ("gptq-order", without_order, r"up_proj: g_idx"),
+        ("compressed-zeros", without_zero_points, r"up_proj: weight_zero_point"),
+        ("gptq-order", with_rotation, r"does not read: model\.layers\.0\.mlp\.up_proj\.u_output"),
+        ("awq", with_lookup_table, r"up_proj has tensors .*: lookup_table"),
+        ("compressed-int8", with_integer_embedding, r"not linear layers .*embed_tokens"),
+        ("gptq-zeros", with_narrow_words, r"up_proj do not have the layout"),
+        ("gptq-zeros", with_two_bits, r"up_proj do not have the layout"),
+        ("gptq-zeros", not_quantized, "are not quantized"),
+    ],
+)
+def test_other_tensors_are_refused(
+    name: str, change: Callable[[Weights], None], message: str, packed: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(packed / name, folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExportError, match=message):
+        load(folder)
+
+
+def test_damaged_and_missing_files_are_named(packed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(packed / "awq", folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ExportError, match=r"model\.safetensors is damaged"):
+        load(folder)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    weights.unlink()
+    with pytest.raises(ExportError, match="model-00001-of-00002"):
+        load(folder)
+
+
+def test_quantized_output_layer_is_not_tied(packed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(packed / "gptq-zeros", folder)
     weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.0.mlp.up_proj.scales"]
+    for last in ("qweight", "qzeros", "scales", "g_idx"):
+        weights[f"lm_head.{last}"] = weights[f"model.layers.0.self_attn.q_proj.{last}"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(AccelError, match=r"up_proj.*scales"):
-        accel.export(folder, tmp_path / "out")
+    layers = quantized_layers(load(folder))
+    assert torch.equal(layers["lm_head"].dequantized(), layers["model.layers.0.self_attn.q_proj"].dequantized())
+
+
+def test_layers_whose_model_initializes_weights(packed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 128, "num_heads": 4, "num_layers": 1, "vocab_size": 128}
+    T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = json.loads((packed / "gptq-zeros" / "config.json").read_text(encoding="utf-8"))[
+        "quantization_config"
+    ]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights, others = load_file(folder / "model.safetensors"), load_file(packed / "gptq-zeros" / "model.safetensors")
+    for name in [name for name in weights if ".SelfAttention.q." in name]:
+        del weights[name]
+        for last in ("qweight", "qzeros", "scales", "g_idx"):
+            weights[name.replace("weight", last)] = others[f"model.layers.0.self_attn.q_proj.{last}"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    location = Location(folder=folder, id="t5")
+    source = load_source(location, task="text2text-generation", config=ExportConfig(), hub=HubOptions())
+    assert len(quantized_layers(source.model)) == 2
+
+
+def test_export_can_be_quantized_with_the_same_scheme(packed: Path, tmp_path: Path) -> None:
+    exported = accel.export(packed / "awq", tmp_path / "export")
+    artifact = accel.quantize(exported, tmp_path / "out", scheme="weight-int4")
+    assert artifact.manifest.steps[-1].report["embeddings"]
 
 
 def test_quantized_experts_are_refused(packed: Path, tmp_path: Path) -> None:
