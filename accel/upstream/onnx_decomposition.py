@@ -46,7 +46,10 @@ def decomposed_in_place() -> Iterator[None]:
 def _decompose(module: torch.fx.GraphModule, decompositions: Mapping[Any, Any]) -> bool:
     """Decompose the operators of a graph in place. Return `False`, without a change, if a second trace is necessary."""
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    if not all(node.op == "call_function" and _is_simple(node.target, decompositions) for node in nodes):
+    # Nodes of constants that the model creates have no description of their values, which the conversion needs.
+    if not all(
+        node.op == "call_function" and "val" in node.meta and _is_simple(node.target, decompositions) for node in nodes
+    ):
         return False
     for node in nodes:
         if node.target in _DECOMPOSITIONS:
