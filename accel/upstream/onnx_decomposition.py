@@ -51,6 +51,9 @@ def _decompose(module: torch.fx.GraphModule, decompositions: Mapping[Any, Any]) 
         node.op == "call_function" and "val" in node.meta and _is_simple(node.target, decompositions) for node in nodes
     ):
         return False
+    # The signature of the program contains the names of the nodes that are outputs, so these nodes must stay.
+    if any(node.target in _DECOMPOSITIONS for node in module.graph.output_node().all_input_nodes):
+        return False
     for node in nodes:
         if node.target in _DECOMPOSITIONS:
             _DECOMPOSITIONS[node.target](node)
