@@ -201,8 +201,35 @@ class InPlace(torch.nn.Module):
         return ids.to(torch.float32).add_(1) * mask
 
 
+class SkippedOutput(torch.nn.Module):
+    """Model whose output is a conversion to the data type that the tensor already has."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return a sum in int64."""
+        return (x + mask).to(torch.int64)
+
+
+class SameShape(torch.nn.Module):
+    """Model that reshapes a tensor to its own shape."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return a product of sums."""
+        return (x + mask).reshape(x.shape) * 2
+
+
+class Constants(torch.nn.Module):
+    """Model that creates a constant."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return a sum with a constant."""
+        return x + mask + torch.tensor([1, 2, 3, 4, 5, 6])
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("model", "in_place"), [(Conversions(), True), (InPlace(), False)])
+@pytest.mark.parametrize(
+    ("model", "in_place"),
+    [(Conversions(), True), (InPlace(), False), (SkippedOutput(), False), (SameShape(), True), (Constants(), False)],
+)
 def test_operators_are_decomposed_in_place(
     model: torch.nn.Module, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
