@@ -48,7 +48,7 @@ _PART_BYTES = 1 << 21
 # Size of the memory that contains NaN.
 _SHARED_BYTES = 16 << 20
 _PAGE_BYTES = 1 << 12
-# Constants of Linux. Python's module mmap has the last two, but not on Windows, where this module is imported, too.
+# Constants of Linux. Python's module mmap has no MAP_FIXED and no MAP_NORESERVE. On Windows, mmap has no PROT_READ and no PROT_WRITE.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PROT_READ, _PROT_WRITE = 0x1, 0x2
 _READ_AND_WRITE = _PROT_READ | _PROT_WRITE
@@ -133,7 +133,7 @@ def empty_weight(count: int) -> torch.Tensor:
     Memory from `malloc` stays in the process after weights of different sizes were read one after another. With huge pages, the first write
     to 256 MB takes 50 ms instead of 300 ms.
     """
-    # Windows has no flags for memory; elsewhere, memory without them is shared with child processes.
+    # Python's mmap has no flags on Windows. On other systems, memory without these flags is shared with child processes.
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, max(4 * count, 1), **private)
     if hasattr(mmap, "MADV_HUGEPAGE"):
