@@ -80,13 +80,13 @@ def export_to_scheme(
         artifact = export_resolved(resolved, folder / "export", plan=plan.exporter, config=config, **others)
         quantization = artifact.manifest.quantization
         if quantization is not None:
-            name = resolved.location.id if resolved.module is None else "The model"
+            model = resolved.location.id if resolved.module is None else "The model"
             if quantization.scheme != plan.quantize.scheme or quantization.preset not in CHECKPOINT_METHODS:
                 raise QuantizeError(
-                    f"{name} is already quantized (scheme {quantization.scheme}).",
+                    f"{model} is already quantized (scheme {quantization.scheme}).",
                     fix="run `accel export MODEL OUT`, which keeps the integers of the checkpoint.",
                 )
-            logger.info("%s is already quantized (%s): only its other layers are quantized", name, quantization.preset)
+            logger.info("%s is already quantized (%s): only its other layers are quantized", model, quantization.preset)
         name = plan.quantizer.backend.name
         if plan.optimize is not None:
             artifact = optimize(artifact, folder / "optimized", backend=name, config=plan.optimize)

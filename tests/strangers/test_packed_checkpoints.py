@@ -27,7 +27,7 @@ from .folders import FOREIGN
 CLOSE = 5e-3
 # The tolerance is for activations that kernels of ONNX Runtime round to 8 bits. Unrelated logits would differ by 1.4.
 ROUNDED = 0.03
-# The tolerance is for an embedding and an output layer that are also rounded to 4 bits.
+# The tolerance is for weights that are rounded to 4 bits in two ways, and for output layers and embeddings that are rounded, too.
 MORE_ROUNDED = 0.2
 SCHEMES = {
     "auto-round": "weight-int4",
@@ -67,7 +67,7 @@ def load(folder: Path, **settings: str) -> torch.nn.Module:
 
 
 def expected_logits(packed: Path, name: str) -> torch.Tensor:
-    """Return the logits of the tool. auto-round's own layout is compared with the float model only."""
+    """Return the logits of the tool. There are none for auto-round's layout, which only auto-round reads."""
     return torch.tensor(json.loads((packed / "answers" / f"{name}.json").read_text(encoding="utf-8")))
 
 
@@ -100,8 +100,8 @@ def test_loaded_layers_compute_the_logits_of_the_tool(name: str, packed: Path) -
         assert distance(model(input_ids=IDS).logits, expected_logits(packed, name)) < CLOSE
 
 
-def test_layout_of_auto_round_equals_that_of_gptq(packed: Path) -> None:
-    # auto-round rounded the same weights to the same 4 bits for both layouts, except for the zero points.
+def test_layout_of_auto_round_has_the_weights_of_the_awq_folder(packed: Path) -> None:
+    # auto-round wrote both folders from the same weights: with zero points in the layout of AWQ, and without them in its own layout.
     layers, others = (quantized_layers(load(packed / name)) for name in ("auto-round", "awq"))
     assert layers.keys() == others.keys()
     for name, layer in layers.items():
