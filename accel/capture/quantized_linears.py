@@ -316,6 +316,12 @@ def with_record(model: torch.nn.Module, quantization: Quantization) -> torch.nn.
     return model
 
 
+def with_checkpoint_record(model: torch.nn.Module, method: str) -> torch.nn.Module:
+    """Attach a record of the quantization by another tool to a model with `BlockLinear` layers, and return the model."""
+    bits = min(layer.bits for layer in quantized_layers(model).values() if isinstance(layer, BlockLinear))
+    return with_record(model, Quantization(scheme=f"weight-int{bits}", preset=method))
+
+
 def record_of(model: torch.nn.Module) -> Quantization | None:
     """Return the record of a model's quantization, or `None` for a floating-point model."""
     records = (getattr(module, _RECORD, None) for module in model.modules())

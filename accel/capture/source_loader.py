@@ -38,7 +38,7 @@ from .global_state_lock import one_thread_at_a_time
 from .layer_outputs import ReturnsLayerOutputs
 from .load_errors import load_error
 from .output_selection import OutputSelection
-from .packed_checkpoints import load_packed, packed_settings, without_torchao
+from .packed_checkpoints import load_packed, packed_settings
 from .position_limits import max_sizes_of
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
@@ -47,6 +47,7 @@ from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_laye
 from .sound_samples import sound_sample
 from .speech_samples import longest_sound, speech_sample
 from .streamed_weights import StreamedWeights, streamed_weights
+from .torchao_weights import without_torchao
 from .tracer import first_lines
 from .video_samples import video_sample
 
