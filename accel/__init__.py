@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from .stages.optimize import optimize as optimize
     from .stages.prepare import accelerate as accelerate
     from .stages.prepare import prepare_qat as prepare_qat
+    from .stages.validate import adopt as adopt
     from .stages.validate import validate as validate
+    from .stages.validate import validate_here as validate_here
     from .tasks.audio_classification import ORTModelForAudioClassification as ORTModelForAudioClassification
     from .tasks.audio_frame_classification import (
         ORTModelForAudioFrameClassification as ORTModelForAudioFrameClassification,
@@ -81,6 +83,7 @@ _MODULE_OF = {
     "accelerate": "stages.prepare",
     "AccelerateConfig": "config",
     "AccelError": "errors",
+    "adopt": "stages.validate",
     "Artifact": "artifact.manifest",
     "benchmark": "measuring.latency.benchmark",
     "Engine": "serving.engine",
@@ -135,6 +138,7 @@ _MODULE_OF = {
     "SessionOptions": "config",
     "tune": "tuning.tune",
     "validate": "stages.validate",
+    "validate_here": "stages.validate",
 }
 
 __all__ = sorted([*_MODULE_OF, "__version__"])  # noqa: PLE0605

@@ -8,6 +8,7 @@
     │   ├── ArtifactNotFoundError (FileNotFoundError)  the folder or the requested graph does not exist
     │   ├── OutputFolderError (FileExistsError)  a folder that must not be written to
     │   ├── IntegrityError                       a file is missing, truncated or changed
+    │   │   └── ProbeError                       the outputs on this machine differ from those of PyTorch
     │   ├── SchemaError                          a manifest that this version cannot read
     │   └── TargetMismatchError                  compiled for other hardware or software
     ├── BackendError
@@ -89,6 +90,10 @@ class OutputFolderError(ArtifactError, FileExistsError):
 
 class IntegrityError(ArtifactError):
     """A file of an artifact is missing, truncated or changed since it was written."""
+
+
+class ProbeError(IntegrityError):
+    """An artifact computes other outputs on this machine than PyTorch, for the inputs of its probes."""
 
 
 class SchemaError(ArtifactError):

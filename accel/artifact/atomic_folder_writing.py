@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".accel-staging-"
 """Prefix of the names of temporary folders."""
+PROBES = "probes.safetensors"
+"""File in an artifact's folder with a few inputs and PyTorch's outputs, to check the artifact on each machine that runs it."""
 _NO_ROOM = 64 << 10
 # Number of the ioctl `FICLONE` in linux/fs.h. It makes a file share the disk blocks of another file until one file changes.
 _FICLONE = 0x40049409
@@ -412,7 +414,7 @@ def remove_stale(folder: Path) -> None:
 
 def is_companion(path: Path) -> bool:
     """Return whether a file is a small file of a model (config, tokenizer, ...), judged by name and size."""
-    return (
+    return path.name == PROBES or (
         path.is_file()
         and path.name.endswith((*_COMPANION_SUFFIXES, ".py"))
         and not path.name.endswith(_NOT_COMPANIONS)
@@ -422,7 +424,8 @@ def is_companion(path: Path) -> bool:
 
 def checkpoint_weights(folder: Path) -> list[Path]:
     """Return the weight files of a transformers checkpoint: safetensors and PyTorch files."""
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return sorted(path for path in files if path.name != PROBES)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -44,7 +44,7 @@ def entries() -> list[CacheEntry]:
 def clear(name: str | None = None) -> list[CacheEntry]:
     """Remove cache entries.
 
-    Without a name, also remove the saved results of file checks and of comparisons between padded and unpadded calls. In
+    Without a name, also remove the saved results of file checks, of probes, and of comparisons between padded and unpadded calls. In
     this case, the results of searches are kept while a search runs.
 
     Args:
@@ -86,6 +86,7 @@ def clear(name: str | None = None) -> list[CacheEntry]:
     ):
         remove_stale(folder)
     if name is None:
+        discard(accel_home() / "probes")
         for remembered in ("verified.json", "forms.json"):
             (accel_home() / remembered).unlink(missing_ok=True)
     return removed

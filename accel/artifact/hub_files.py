@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
+from .atomic_folder_writing import PROBES
 from .gguf_files import GGUF
 from .manifest import MANIFEST
 
@@ -73,6 +74,7 @@ def files_to_fetch(
         for file in inside
         if (file.endswith(_COMPANIONS) and _folder(file) in folders)
         or file.endswith((".py", "/config.json"))
+        or file == PROBES
         or (file.count("/") == 1 and file.endswith(f"/{MANIFEST}"))
     ]  # fmt: skip
     needed = [above + file for file in dict.fromkeys([*chosen, *small, *_modules(inside)])]
@@ -88,7 +90,7 @@ def _folder(file: str) -> str:
 
 def _weights(files: Sequence[str]) -> list[str]:
     """Return the PyTorch weight files that transformers and PEFT open; safetensors are preferred."""
-    top_level = [file for file in files if "/" not in file]
+    top_level = [file for file in files if "/" not in file and file != PROBES]
     for suffix, stem in ((".safetensors", "model"), (".bin", "pytorch_model")):
         all_of_it = [file for file in top_level if file.endswith(suffix)]
         usual = re.compile(rf"({stem}(-\d+-of-\d+)?|adapter_model(-\d+-of-\d+)?){re.escape(suffix)}\Z")

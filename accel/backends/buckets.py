@@ -285,6 +285,11 @@ class RoundedSession(_PaddedSession):
     def _run_plain(self, feeds: Feeds) -> dict[str, torch.Tensor]:
         return self._plain.run(feeds)
 
+    @property
+    def plain(self) -> Session:
+        """The session without padding."""
+        return self._plain
+
     def check_forms(self) -> list[FastPathComparison]:
         """Compare a padded call with an unpadded call, and check the forms of the wrapped session."""
         verdicts = self._plain.check_forms() if isinstance(self._plain, SessionWithFastPaths) else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..artifact.manifest import Artifact
 from ..config import SessionOptions
@@ -15,6 +16,7 @@ from ..interfaces.specs import BackendSpec
 from . import registry
 from .buckets import BucketedSession, RoundedSession
 from .plan import Plan
+from .probe_checks import checked
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,13 @@ class OpenSessions:
             session.close()
 
 
-def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True, exact: bool = False) -> OpenSessions:
+def open_plan(
+    plan: Plan, *, few_calls: bool = False, states: bool = True, exact: bool = False, probes: bool = True
+) -> OpenSessions:
     """Open every component of a plan's artifact.
+
+    The first time on a machine, and again after a change of the processor, the driver, the runtime or the options, the outputs for a few
+    inputs are compared with those of PyTorch (`probe_checks`).
 
     Args:
         plan: The plan.
@@ -52,14 +59,23 @@ def open_plan(plan: Plan, *, few_calls: bool = False, states: bool = True, exact
             optimizations that cost memory.
         exact: Whether layers with quantized weights compute in float32.
         states: Whether decoders without a KV cache also get a state. If not, calls run the graph directly.
+        probes: Whether the artifact is checked on this machine. Sessions for comparisons (`few_calls`) are never checked.
 
     Raises:
         BackendUnavailableError: No backend can run the model. The message contains the table of all backends.
+        ProbeError: The outputs on this machine differ from those of PyTorch.
         SessionError: The runtime rejected the graph.
     """
     plan.check()
+    assert plan.artifact is not None, "the plan's artifact is to be exported first"
+    if few_calls or exact or not probes:
+        return _open(plan, few_calls=few_calls, states=states, exact=exact)
+    return checked(plan, partial(_open, few_calls=False, states=states, exact=False))
+
+
+def _open(plan: Plan, *, few_calls: bool, states: bool, exact: bool) -> OpenSessions:
     artifact, spec, device, options = plan.artifact, plan.backend, plan.device, plan.options
-    assert artifact is not None, "the plan's artifact is to be exported first"
+    assert artifact is not None
     assert spec is not None
     assert device is not None
     logger.info("backend %s on %s for %s (%s)", spec.name, device, plan.format, plan.dtype)

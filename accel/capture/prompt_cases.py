@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from .generation_graphs import (
     vision_language,
 )
 from .graph_names import graph_name
+from .noise import MOST_STORED, Noise
+from .patch_samples import PATCHES
 from .reference_cases import Case, max_difference, reference_cases, tolerance
 from .samples import pad_id
 from .tracer import first_lines
@@ -73,7 +75,7 @@ def decoder_cases(source: Source, part: Source, *, few: bool = False) -> list[Ca
             image.place(ids)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         try:
-            fixed, logits = _complete_sequence(source, part, ids, mask, positions, seed, image, lengths)
+            fixed, logits, encoder_inputs = _complete_sequence(source, part, ids, mask, positions, seed, image, lengths)
         # The model's own code may raise any exception.
         except Exception as error:
             raise ExportError(
@@ -87,6 +89,9 @@ def decoder_cases(source: Source, part: Source, *, few: bool = False) -> list[Ca
             start = end - length
             read = {"input_ids": ids} if image is None else {"inputs_embeds": image.embedded(ids)}
             feeds: Tensors = {name: value[:, start:end] for name, value in read.items()}
+            sources: dict[str, Mapping[str, torch.Tensor | Noise]] = {"encoder": encoder_inputs}
+            if image is not None:
+                sources = {"embedding": {"input_ids": ids[:, start:end]}}
             feeds |= {"attention_mask": mask[:, :end], **fixed}
             if "position_ids" in part.example:
                 feeds["position_ids"] = positions[:, start:end]
@@ -97,7 +102,9 @@ def decoder_cases(source: Source, part: Source, *, few: bool = False) -> list[Ca
                 feeds["logits_to_keep"] = torch.arange(first, length)
             skip = 0 if "logits_to_keep" in feeds else first
             sizes = {"batch": batch, "sequence": length, "total": end}
-            following = Case(sizes, feeds, {"logits": expected}, stateful=True, skip=skip, then=following)
+            following = Case(
+                sizes, feeds, {"logits": expected}, stateful=True, skip=skip, then=following, sources=sources
+            )
             end = start
         assert following is not None
         cases.append(following)
@@ -155,18 +162,28 @@ def _complete_sequence(
     seed: int,
     image: _Image | None,
     lengths: tuple[int, ...],
-) -> tuple[Tensors, torch.Tensor]:
-    """Return the decoder inputs that are the same in all calls, and the PyTorch model's logits of the complete sequence."""
+) -> tuple[Tensors, torch.Tensor, Mapping[str, torch.Tensor | Noise]]:
+    """Return the decoder inputs that are the same in all calls, the PyTorch model's logits of the complete sequence, and the inputs of
+    the encoder.
+    """
     model: Any = source.model
     with quiet():
         if not isinstance(part.model, CrossDecoder):
             optional = {"position_ids": positions} if "position_ids" in part.example else {}
             if image is not None and bool((ids == image.token).any()):
                 optional["pixel_values"] = image.pixels.repeat_interleave(ids.shape[0], 0)
-            return {}, model(input_ids=ids, attention_mask=mask, **optional).logits
+            return {}, model(input_ids=ids, attention_mask=mask, **optional).logits, {}
         sizes = {"batch": ids.shape[0], "sequence": 6}
         inputs = source.sample(sizes, seed=seed)
-        inputs = {name: tensor for name, tensor in inputs.items() if name != "decoder_input_ids"}
+        encoder_inputs = {
+            # Images and audio are too large to store in the probes of an artifact.
+            name: Noise.like(tensor, seed)
+            if tensor.is_floating_point() and tensor.numel() > MOST_STORED and name != PATCHES
+            else tensor
+            for name, tensor in inputs.items()
+            if name != "decoder_input_ids"
+        }
+        inputs = {name: value.tensor() if isinstance(value, Noise) else value for name, value in encoder_inputs.items()}
         fixed: Tensors = {}
         encoded = Encoder(model, None)(**inputs)
         hidden = encoded["last_hidden_state"]
@@ -188,7 +205,7 @@ def _complete_sequence(
             if difference > tolerance(None, source.dtype, scale):
                 logits = logits.clone()
                 logits[padded] = _stepwise(model, inputs, ids, mask, lengths)[padded]
-        return fixed, logits
+        return fixed, logits, encoder_inputs
 
 
 def _stepwise(

@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..interfaces.tracing_wrapper import Tensors
 from ..upstream.output_silencing import quiet
 from .export_source import Source
 from .graph_names import graph_name
+from .noise import Noise
 from .patch_samples import patch_sizes
 from .samples import IMAGE_AXES, image_sizes, pad_id, parameters_of, point_sizes, safe_sizes
 from .sound_samples import sound_sizes
@@ -33,6 +34,7 @@ class Case:
         stateful: Whether the graph has a KV cache or another state. The first case of a sequence starts with an empty state.
         skip: Number of positions at the start of the outputs that are not compared, because they are padding.
         then: The next case of a sequence, which continues the same state, or `None`.
+        sources: Inputs of the model's other graphs, by name of the graph, from whose outputs inputs of this case were made.
     """
 
     sizes: Mapping[str, int]
@@ -41,6 +43,7 @@ class Case:
     stateful: bool = False
     skip: int = 0
     then: Case | None = None
+    sources: Mapping[str, Mapping[str, torch.Tensor | Noise]] = field(default_factory=dict)
 
 
 def reference_cases(source: Source) -> list[Case]:

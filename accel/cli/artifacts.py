@@ -100,16 +100,28 @@ def validate(
         bool,
         typer.Option("--accept-files", help="First record the current config and tokenizer files in the manifest."),
     ] = False,
+    here: Annotated[
+        bool,
+        typer.Option("--here", help="Compare with the stored outputs of PyTorch, without the PyTorch model."),
+    ] = False,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
     """Check the files of an artifact, and compare the artifact with its original PyTorch model."""
     from ..artifact.hub import HubOptions
     from ..artifact.manifest import Artifact as Folder
     from ..stages.validate import validate as run
+    from ..stages.validate import validate_here
 
     hub = HubOptions(trust_remote_code=trust_remote_code)
     if accept_files:
         Folder.accept_files(artifact)
+    if here:
+        for name, value in (("--against", against), ("--atol", atol)):
+            if value is not None:
+                raise ConfigError(
+                    f"--here compares with stored outputs, so {name} has no effect.", fix=f"leave {name} or --here out."
+                )
+        return _probed(validate_here(artifact, backend=backend, device=device, hub=hub))
     result = run(artifact, against=against, backend=backend, device=device, atol=atol, hub=hub)
     verdict = "passed" if result.passed else "FAILED"
     lines = [
@@ -122,6 +134,46 @@ def validate(
         )
         lines.append(f"  form {form.form}: {'used' if form.passed else 'NOT USED'}; {details}")
     return CommandResult(result, "\n".join(lines), failed=not result.passed)
+
+
+def _probed(result: Any) -> CommandResult:
+    """Return the result of `accel validate --here`."""
+    lines = [f"{'passed' if result.passed else 'FAILED'}: probes run by the backend {result.backend} on this machine"]
+    lines += [
+        f"  {output.output}: differs from PyTorch by {output.difference:.2g} of its size, accepted {output.tolerance:.2g}"
+        for output in result.outputs
+    ]
+    changed = [
+        f"{name}: {result.measured.get(name, 'none')} -> {result.conditions.get(name, 'none')}"
+        for name in dict.fromkeys((*result.measured, *result.conditions))
+        if result.measured.get(name) != result.conditions.get(name)
+    ]
+    if changed:
+        lines += ["different from where the artifact was made:", *(f"  {change}" for change in changed)]
+    return CommandResult(result, "\n".join(lines), failed=not result.passed)
+
+
+@subcommand(app, epilog="Example: accel adopt model-of-optimum/ --against org/model")
+def adopt(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder with a graph, also of another tool.")],
+    against: Annotated[str, typer.Option(help="PyTorch model to compare with.")],
+    backend: options.Backend = None,
+    atol: options.Atol = None,
+    trust_remote_code: options.Trust = False,
+) -> CommandResult:
+    """Compare a folder of another tool, or of an earlier version, with PyTorch, and store probes in it."""
+    from ..artifact.hub import HubOptions
+    from ..stages.validate import adopt as run
+
+    hub = HubOptions(trust_remote_code=trust_remote_code)
+    result = run(folder, against=against, backend=backend, atol=atol, hub=hub)
+    verdict = "passed, and stored probes" if result.passed else "FAILED, and stored nothing"
+    return CommandResult(
+        result,
+        f"{verdict}: largest difference from PyTorch {result.max_abs_difference:.3g}, accepted {result.tolerance:.3g}, "
+        f"{len(result.shapes)} shapes, run by the backend {result.backend}",
+        failed=not result.passed,
+    )
 
 
 @subcommand(app, epilog="Example: accel optimize out/ out-o2/ --level O2")

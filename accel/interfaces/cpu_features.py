@@ -26,17 +26,27 @@ RELEVANT = (
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
     """Return the flags in `RELEVANT` that this CPU has, or the name of the CPU architecture if the system lists no flags."""
+    words = set(_first("flags", "features").split())
+    return tuple(flag for flag in RELEVANT if flag in words) or (platform.machine(),)
+
+
+@functools.cache
+def processor_name() -> str:
+    """Return the model name of this CPU, or the name of the CPU architecture if the system does not tell the model."""
+    return _first("model name") or platform.processor() or platform.machine()
+
+
+def _first(*keys: str) -> str:
+    """Return the first value in `/proc/cpuinfo` with one of these keys in lower case, or an empty string."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return (platform.machine(),)
-    words: set[str] = set()
+        return ""
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        if key.strip().lower() in ("flags", "features"):
-            words.update(value.split())
-            break
-    return tuple(flag for flag in RELEVANT if flag in words) or (platform.machine(),)
+        if key.strip().lower() in keys:
+            return value.strip()
+    return ""
 
 
 def adds_in_16_bits(flags: Sequence[str]) -> bool:

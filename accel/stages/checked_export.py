@@ -17,13 +17,14 @@ from ..artifact.manifest import PADDING_DIFFERENCE, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends import registry
 from ..backends.plan import RunPreferences, make_plan
-from ..backends.sessions import open_plan
+from ..backends.sessions import OpenSessions, open_plan
 from ..backends.stage_backend_selection import StagePlan
 from ..config import ExportConfig, check_names
 from ..errors import ConfigError, ExportError, SessionError, TaskError, ValidationError
-from ..interfaces.protocols import Exporter, Session
+from ..interfaces.protocols import Exporter
 from ..interfaces.task_registry import is_adapter, task_spec
 from .graph_comparison import compare_with_model
+from .probe_recording import probes_for, record_probes
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ def _export_source(
         artifact = replace(artifact, manifest=replace(artifact.manifest, quantization=source.quantization))
         progress.report("checking against PyTorch", 3, 4)
         try:
-            validation = _check(artifact, backend, cases, config, hub, source.model)
+            validation = _check(artifact, backend, cases, config, hub, source)
         except ValidationError as error:
             if artifact.format == "onnx":
                 raise
@@ -219,10 +220,10 @@ def _check(
     cases: Mapping[str, list[capture.Case]],
     config: ExportConfig,
     hub: HubOptions,
-    model: torch.nn.Module,
+    source: capture.Source,
 ) -> dict[str, Any]:
     """Run every graph of the new artifact on its reference cases, and compare the results with the outputs of the
-    PyTorch model.
+    PyTorch model. Some of the cases become the probes of the artifact.
 
     Raises:
         ValidationError: A case differs by more than the tolerance, or a row of a batch differs from the same row run
@@ -230,13 +231,13 @@ def _check(
     """
     dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     with opened(artifact, backend, hub) as sessions:
-        return compare_with_model(sessions, cases, config.atol, dtype, model)
+        comparison = compare_with_model(sessions.sessions, cases, config.atol, dtype, source.model)
+        record_probes(artifact, probes_for(artifact, cases, source), sessions)
+    return comparison
 
 
 @contextmanager
-def opened(
-    artifact: Artifact, backend: str, hub: HubOptions, *, exact: bool = False
-) -> Iterator[Mapping[str, Session]]:
+def opened(artifact: Artifact, backend: str, hub: HubOptions, *, exact: bool = False) -> Iterator[OpenSessions]:
     """Open the graphs of a new artifact for a comparison, and close them at the end.
 
     Args:
@@ -255,7 +256,7 @@ def opened(
         plan = make_plan(ResolvedModel.of_artifact(artifact, hub), settings)
         sessions = open_plan(plan, few_calls=True, states=False, exact=exact)
         try:
-            yield sessions.sessions
+            yield sessions
         finally:
             sessions.close()
     except SessionError as error:

@@ -20,6 +20,7 @@ from ..data.batches import calibration_batches
 from ..errors import ValidationError
 from ..interfaces.protocols import Optimizer, Session
 from .graph_comparison import compare, merged, recorded_rounding, warn_of_size
+from .probe_recording import inherit_probes
 from .resolution import artifact_of
 
 _DECODING = ("position_ids", "logits_to_keep")
@@ -76,6 +77,7 @@ def optimize(
         result = optimizer.optimize(artifact, config=config, calibration=batches, out=folder)
         progress.report("comparing with the input artifact", 1, 2)
         validation = _compare_with_parent(artifact, result, config)
+        result = inherit_probes(result, artifact)
         report = dict(result.manifest.steps[-1].report)
         if batches is not None:
             report["calibration"] = dict(batches.record)

@@ -21,6 +21,7 @@ from ..interfaces.protocols import Quantizer
 from ..interfaces.specs import WEIGHTS, BackendSpec
 from .foreign_folders import weights_of
 from .graph_comparison import warn_of_size
+from .probe_recording import inherit_probes
 from .resolution import artifact_of, resolve
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def quantize(
         watched = None if calibration is None else _CalibrationBatches(calibration, artifact.components[0])
         result = quantizer.quantize(artifact, config=config, calibration=watched, out=folder)
         result = _with_calibration(result, calibration if watched is not None and watched.used else None)
-        result = _with_method(result, artifact)
+        result = inherit_probes(_with_method(result, artifact), artifact)
         result = result.with_step(seconds=round(time.perf_counter() - started, 2), parent=artifact.digest)
     progress.report("quantized", 1, 1)
     result = Artifact(Path(target), result.manifest)

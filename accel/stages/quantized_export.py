@@ -22,6 +22,7 @@ from ..artifact.atomic_folder_writing import copy_companions, paths_shown_as, st
 from ..artifact.manifest import CHECKPOINT_METHODS, PADDING_DIFFERENCE, ROW_DIFFERENCE, WEIGHT_ERROR, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.stage_backend_selection import SchemePlan
+from ..capture.probes import make_probes
 from ..config import ExportConfig, QuantizeConfig
 from ..errors import ExportError, QuantizeError, ValidationError
 from ..interfaces.protocols import QuantizedExport, QuantizingExporter
@@ -29,6 +30,7 @@ from ..interfaces.task_registry import task_spec
 from .checked_export import check_export, check_outputs, export_resolved, load_source, opened, with_bounds
 from .graph_comparison import compare, compare_rows, merged
 from .optimize import optimize
+from .probe_recording import record_probes
 from .quantize import check_settings, quantize
 
 if TYPE_CHECKING:
@@ -194,12 +196,15 @@ def _check(
         )
     check_outputs(source, cases)
     progress.report("checking against PyTorch", 3, 4)
-    with opened(result.artifact, backend, resolved.hub, exact=True) as sessions:
+    with opened(result.artifact, backend, resolved.hub, exact=True) as opened_sessions:
+        sessions = opened_sessions.sessions
         compared = {name: compare(session, cases[name], config.atol, "float32") for name, session in sessions.items()}
         rows = [
             compare_rows(session, cases[name], source.config, config.atol, "float32")
             for name, session in sessions.items()
         ]
+    # Calls may round the activations to 8 bits, so the probes are measured with the settings of a user.
+    record_probes(result.artifact, make_probes(result.artifact.components, cases))
     validation = {**merged(compared), ROW_DIFFERENCE: max(rows), WEIGHT_ERROR: max(errors.values(), default=0.0)}
     return validation if changed is None else {**validation, PADDING_DIFFERENCE: changed}
 

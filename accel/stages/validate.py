@@ -7,20 +7,25 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import capture, progress
+from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.hub import HubOptions
-from ..artifact.manifest import Artifact
+from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.plan import RunPreferences, make_plan
+from ..backends.probe_checks import ProbeResult, conditions_of, results_of
 from ..backends.sessions import open_plan
 from ..capture.fast_path_verification import FastPathComparison, SessionWithFastPaths
-from ..config import ExportConfig, check_number, checked_arguments
-from ..errors import ArtifactNotFoundError
+from ..capture.probes import read_probes
+from ..config import ExportConfig, SessionOptions, check_number, checked_arguments
+from ..errors import ArtifactNotFoundError, ConfigError, OutputFolderError
 from ..interfaces.task_registry import features_task, task_spec
 from .checked_export import load_source
 from .graph_comparison import differences, merged, recorded_rounding
+from .probe_recording import probes_for, record_probes
 from .resolution import artifact_of, original, resolve
 
 if TYPE_CHECKING:
@@ -53,6 +58,25 @@ class ValidationResult:
     forms: tuple[FastPathComparison, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeValidation:
+    """The comparison of an artifact with PyTorch's stored outputs on this machine.
+
+    Attributes:
+        passed: Whether all outputs are within their tolerances.
+        outputs: The difference of each output, and its tolerance.
+        backend: The backend that ran the artifact.
+        conditions: Processor, versions and settings here.
+        measured: Processor, versions and settings where the tolerances were measured.
+    """
+
+    passed: bool
+    outputs: tuple[ProbeResult, ...]
+    backend: str
+    conditions: Mapping[str, str]
+    measured: Mapping[str, str]
+
+
 @checked_arguments(artifact=(Artifact, str, os.PathLike), device=str, hub=HubOptions)
 def validate(
     artifact: Artifact | str | os.PathLike[str],
@@ -80,7 +104,20 @@ def validate(
     """
     check_number("atol", atol, above=0, below=math.inf)
     hub = hub or HubOptions()
-    artifact = artifact_of(artifact, hub=hub)
+    return _compared(artifact_of(artifact, hub=hub), against, backend, device, atol, hub)
+
+
+def _compared(
+    artifact: Artifact,
+    against: str | os.PathLike[str] | torch.nn.Module | None,
+    backend: str | None,
+    device: str | None,
+    atol: float | None,
+    hub: HubOptions,
+    *,
+    writes_probes: bool = False,
+) -> ValidationResult:
+    """Compare an artifact with its PyTorch model. If they agree, write probes into the folder if the caller asks for it."""
     if against is not None:
         other = resolve(against, task=_task_of_graph(artifact), hub=hub, weights=True)
     elif any(step.stage == "export" for step in artifact.manifest.steps):
@@ -100,7 +137,7 @@ def validate(
         for name, of_part in capture.cases_by_part(source).items()
     }
     plan = make_plan(ResolvedModel.of_artifact(artifact, hub), RunPreferences(backend=backend, device=device))
-    sessions = open_plan(plan)
+    sessions = open_plan(plan, probes=False)
     progress.report("comparing the graph with PyTorch", 1, 2)
     rounding = recorded_rounding(artifact)
     try:
@@ -116,17 +153,117 @@ def validate(
             if isinstance(session, SessionWithFastPaths)
             for v in session.check_forms()
         ]
+        passed = comparison["max_abs_difference"] <= comparison["tolerance"]
+        if passed and writes_probes:
+            record_probes(artifact, probes_for(artifact, cases, source), sessions)
     finally:
         sessions.close()
     progress.report("compared", 2, 2)
     return ValidationResult(
-        passed=comparison["max_abs_difference"] <= comparison["tolerance"],
+        passed=passed,
         max_abs_difference=comparison["max_abs_difference"],
         tolerance=comparison["tolerance"],
         shapes=tuple(comparison["shapes"]),
         backend=sessions.backend.name,
         forms=tuple(forms),
     )
+
+
+@checked_arguments(artifact=(Artifact, str, os.PathLike), device=str, hub=HubOptions)
+def validate_here(
+    artifact: Artifact | str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    device: str | None = None,
+    session_options: SessionOptions | None = None,
+    hub: HubOptions | None = None,
+) -> ProbeValidation:
+    """Run the probes of an artifact on this machine, and compare the outputs with those of PyTorch. The PyTorch model is not needed.
+
+    The probes run even if they have run before, and the options are not changed if an output is wrong.
+
+    Args:
+        artifact: The artifact or its folder.
+        backend: The backend that runs the artifact.
+        device: The device that runs the artifact.
+        session_options: Options of the sessions.
+        hub: Options for downloading the artifact from the Hub.
+
+    Raises:
+        ArtifactNotFoundError: The artifact has no probes.
+        IntegrityError: A file of the artifact is damaged.
+    """
+    hub = hub or HubOptions()
+    artifact = artifact_of(artifact, hub=hub)
+    probes = read_probes(artifact.path)
+    if probes is None:
+        raise ArtifactNotFoundError(
+            f"{artifact.path} has no probes.",
+            fix="run `accel adopt FOLDER --against MODEL` to add probes, or export the model again with this version of accel.",
+        )
+    settings = RunPreferences(backend=backend, device=device, options=session_options)
+    opened = open_plan(make_plan(ResolvedModel.of_artifact(artifact, hub), settings), probes=False)
+    try:
+        outputs = results_of(opened, probes)
+    finally:
+        opened.close()
+    return ProbeValidation(
+        passed=bool(outputs) and all(output.passed for output in outputs),
+        outputs=tuple(outputs),
+        backend=opened.backend.name,
+        conditions=conditions_of(opened.plan),
+        measured=probes.conditions,
+    )
+
+
+@checked_arguments(artifact=(str, os.PathLike), hub=HubOptions)
+def adopt(
+    artifact: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | torch.nn.Module,
+    backend: str | None = None,
+    atol: float | None = None,
+    hub: HubOptions | None = None,
+) -> ValidationResult:
+    """Compare a folder with its PyTorch model, and write probes into the folder.
+
+    For folders of other tools, and artifacts of earlier versions of accel. The only new file is `probes.safetensors`; the manifest, if
+    there is one, records it.
+
+    Args:
+        artifact: The folder.
+        against: The PyTorch model.
+        backend: The backend that runs the artifact.
+        atol: Accepted absolute difference; chosen by dtype when `None`.
+        hub: Options for downloading the PyTorch model from the Hub.
+
+    Returns:
+        The comparison. If it did not pass, nothing is written.
+
+    Raises:
+        ConfigError: The graphs are too unusual for probes.
+        IntegrityError: A file of the artifact is damaged.
+        OutputFolderError: The folder is not writable.
+        ValidationError: The artifact lacks outputs of the model.
+    """
+    folder = Path(artifact).expanduser().absolute()
+    adopted = artifact_of(folder)
+    if adopted.path != folder:
+        raise ConfigError(
+            f"{folder} is read through a changed copy in the cache of accel, and probes belong to the original files.",
+            fix="load the folder with its ORTModelFor... class, save it with save_pretrained, and adopt the new folder.",
+        )
+    if not os.access(folder, os.W_OK):
+        raise OutputFolderError(f"The folder {folder} is not writable.", fix="copy the folder, and adopt the copy.")
+    result = _compared(adopted, against, backend, None, atol, hub or HubOptions(), writes_probes=True)
+    if result.passed and not (folder / PROBES).is_file():
+        raise ConfigError(
+            f"{folder} agrees with PyTorch, but no probes can be stored: the inputs of its graphs are too large or unusual.",
+            fix="compare the folder with `accel validate` on each machine.",
+        )
+    if result.passed and (folder / MANIFEST).is_file():
+        Artifact.create(folder, adopted.manifest)
+    return result
 
 
 def _task_of_graph(artifact: Artifact) -> str:

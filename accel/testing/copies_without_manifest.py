@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import MANIFEST, MARK, sealed
 
 _IR_MARK = re.compile(rf"<{MARK.split('.')[0]}>.*?</{MARK.split('.')[0]}>", re.DOTALL)
@@ -22,7 +23,7 @@ def as_foreign(artifact: Path, out: Path, *, leave_out: Sequence[str] = ()) -> P
         out: The folder of the copy.
         leave_out: Name patterns of further files that are not copied.
     """
-    ignored = shutil.ignore_patterns(MANIFEST, "export.json", *leave_out)
+    ignored = shutil.ignore_patterns(MANIFEST, PROBES, "export.json", *leave_out)
     shutil.copytree(artifact, out, ignore=ignored, dirs_exist_ok=True)
     for path in out.rglob("*.onnx"):
         unmark(path)

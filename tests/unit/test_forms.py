@@ -153,8 +153,8 @@ def test_wrong_padding_multiples_are_not_used(
 
 
 def test_validate_lists_every_form(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_buckets(plan: Plan) -> OpenSessions:
-        return open_plan(plan.with_options(SessionOptions(buckets=(8, 16))))
+    def with_buckets(plan: Plan, *, probes: bool) -> OpenSessions:
+        return open_plan(plan.with_options(SessionOptions(buckets=(8, 16))), probes=probes)
 
     monkeypatch.setattr("accel.stages.validate.open_plan", with_buckets)
     report = accel.validate(artifact)

@@ -1,0 +1,59 @@
+"""Write the probes of a new artifact: inputs, PyTorch's outputs, and the measured difference (ADR 0058)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from .. import capture
+from ..artifact.atomic_folder_writing import PROBES
+from ..artifact.manifest import Artifact
+from ..backends.plan import make_plan
+from ..backends.probe_checks import conditions_of
+from ..backends.sessions import OpenSessions, open_plan
+from ..capture.probes import Probe, Probes, make_probes, read_probes, run_probes, write_probes
+from ..errors import AccelError
+
+logger = logging.getLogger(__name__)
+
+
+def probes_for(
+    artifact: Artifact, cases: Mapping[str, Sequence[capture.Case]], source: capture.Source
+) -> tuple[Probe, ...]:
+    """Select probes of an export from its reference cases. The models of several graphs are only needed for images and audio."""
+    try:
+        parts = capture.split(source) if len(cases) > 1 else (source,)
+        return make_probes(artifact.components, cases, parts)
+    except AccelError as error:
+        logger.debug("no probes for %s: %s", artifact.path, error)
+        return ()
+
+
+def record_probes(artifact: Artifact, probes: Sequence[Probe], opened: OpenSessions | None = None) -> None:
+    """Measure the errors of an artifact on its probes, and write both into its folder. The manifest must be written afterwards.
+
+    Args:
+        artifact: The new artifact, in its temporary folder.
+        probes: The probes. If there are none, or the graph cannot run them, the folder gets none.
+        opened: Open sessions of the artifact. When `None`, the artifact is opened as for a user.
+    """
+    (artifact.path / PROBES).unlink(missing_ok=True)
+    if not probes:
+        return
+    try:
+        sessions = opened or open_plan(make_plan(artifact), probes=False)
+        try:
+            measured = run_probes(sessions.sessions, probes)
+        finally:
+            if opened is None:
+                sessions.close()
+        write_probes(artifact.path, Probes(tuple(probes), measured, conditions_of(sessions.plan)))
+    except AccelError as error:
+        logger.debug("no probes for %s: %s", artifact.path, error)
+
+
+def inherit_probes(artifact: Artifact, parent: Artifact) -> Artifact:
+    """Give a new artifact the probes of its parent, with its own measured errors, and record the file in the manifest."""
+    inherited = read_probes(parent.path)
+    record_probes(artifact, inherited.probes if inherited is not None else ())
+    return Artifact.create(artifact.path, artifact.manifest)
