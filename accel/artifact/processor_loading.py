@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ..config import WrongTypeError, fitted
 from ..errors import AccelError, ArtifactNotFoundError, BackendUnavailableError, ConfigError, IntegrityError
 from .json_reading import read_json
+from .token_probes import check_tokens
 from .unrecorded_files import KINDS
 
 _TOKENIZER, _PROCESSOR = KINDS["tokenizer"], KINDS["processor"]
@@ -64,6 +65,7 @@ def open_companion(
     Raises:
         ArtifactNotFoundError: The folder does not contain the required files.
         IntegrityError: A file is damaged or has an unknown format.
+        ProbeError: A tokenizer splits texts differently from where the artifact was made.
         BackendUnavailableError: A required package is not installed.
         ConfigError: The class is Python code of the model repository, and `trust_remote_code` is not set.
     """
@@ -91,6 +93,8 @@ def open_companion(
             f"model_max_length is {loaded.model_max_length!r} in {path / 'tokenizer_config.json'}, but it must be a number.",
             fix=_AGAIN,
         )
+    if kind == "tokenizer":
+        check_tokens(path, loaded)
     if loader == "GenerationConfig":
         _check_generation(path / "generation_config.json", loaded)
     return loaded

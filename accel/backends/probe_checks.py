@@ -23,6 +23,7 @@ from .. import progress
 from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.checksums import recall, remember, sha256
 from ..artifact.manifest import Artifact
+from ..artifact.token_probes import SWITCH
 from ..config import SessionOptions
 from ..errors import ConfigError, InputError, ProbeError, SessionError
 from ..interfaces.cpu_features import cpu_flags, processor_name
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SWITCH = "ACCEL_PROBES"
-"""Environment variable that turns the check off, with the value 0."""
 REMEMBERED = "probes"
 """Folder in `ACCEL_HOME` with the results of checks, a file for each artifact."""
 

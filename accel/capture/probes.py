@@ -22,6 +22,7 @@ import torch
 
 from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import Component
+from ..artifact.token_probes import METADATA as TOKENS
 from ..errors import IntegrityError, SessionError
 from ..interfaces.protocols import Session
 from .export_source import Source
@@ -107,11 +108,13 @@ class Probes:
         probes: The probes.
         measured: Errors by output, `component/output`.
         conditions: Processor, versions and settings of the measurement.
+        tokens: Texts and their token ids, if the artifact has a tokenizer.
     """
 
     probes: tuple[Probe, ...]
     measured: Mapping[str, OutputError] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
+    tokens: Mapping[str, Any] | None = None
 
 
 def make_probes(
@@ -370,7 +373,9 @@ def _content(probes: Probes) -> bytes:
         "measured": {name: asdict(error) for name, error in probes.measured.items()},
         "conditions": dict(probes.conditions),
     }
-    return save(tensors, metadata={_METADATA: json.dumps(metadata)})
+    texts = {} if probes.tokens is None else {TOKENS: json.dumps(probes.tokens)}
+    content: bytes = save(tensors, metadata={_METADATA: json.dumps(metadata), **texts})
+    return content
 
 
 def read_probes(folder: Path) -> Probes | None:

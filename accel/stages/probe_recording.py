@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .. import capture
 from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import Artifact
+from ..artifact.processor_loading import open_companion
+from ..artifact.token_probes import tokens_of
 from ..backends.plan import make_plan
 from ..backends.probe_checks import conditions_of
 from ..backends.sessions import OpenSessions, open_plan
@@ -47,9 +50,21 @@ def record_probes(artifact: Artifact, probes: Sequence[Probe], opened: OpenSessi
         finally:
             if opened is None:
                 sessions.close()
-        write_probes(artifact.path, Probes(tuple(probes), measured, conditions_of(sessions.plan)))
+        conditions, tokens = conditions_of(sessions.plan), _tokens(artifact)
+        write_probes(artifact.path, Probes(tuple(probes), measured, conditions, tokens))
     except AccelError as error:
         logger.debug("no probes for %s: %s", artifact.path, error)
+
+
+def _tokens(artifact: Artifact) -> dict[str, Any] | None:
+    """Return the token ids of some texts, or `None` if the artifact has no tokenizer."""
+    try:
+        with capture.quiet():
+            return tokens_of(open_companion("AutoTokenizer", artifact.path))
+    # Tokenizers of documents and tables need more arguments than a text, and raise any exception without them.
+    except Exception as error:  # noqa: BLE001
+        logger.debug("no token probes for %s: %s", artifact.path, error)
+        return None
 
 
 def inherit_probes(artifact: Artifact, parent: Artifact) -> Artifact:

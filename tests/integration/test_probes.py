@@ -348,6 +348,33 @@ def test_save_pretrained_keeps_the_probes(tmp_path: Path, tiny_artifact: Callabl
     ORTModelForSequenceClassification.from_pretrained(tmp_path / "saved")
 
 
+def test_another_tokenizer_is_not_opened(
+    home: Path, tmp_path: Path, tiny_folder: Callable[..., Path], tiny_artifact: Callable[..., Artifact]
+) -> None:
+    """A folder of another tool has no checksums. A tokenizer that was replaced in it is detected by its tokens."""
+    folder = as_foreign(tiny_artifact().path, tmp_path / "foreign")
+    accel.adopt(folder, against=tiny_folder())
+    assert accel.pipeline("text-classification", str(folder))("my card")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["card"], vocabulary["here"] = vocabulary["here"], vocabulary["card"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(ProbeError, match="splits texts differently"):
+        accel.pipeline("text-classification", str(folder))
+
+
+def test_a_tokenizer_changed_on_purpose_is_accepted(tmp_path: Path, tiny_artifact: Callable[..., Artifact]) -> None:
+    shutil.copytree(tiny_artifact().path, tmp_path / "copy")
+    file = tmp_path / "copy" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["card"], vocabulary["here"] = vocabulary["here"], vocabulary["card"]
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+    accepted = Artifact.accept_files(tmp_path / "copy")
+    assert accel.pipeline("text-classification", str(accepted.path))("my card")
+    assert read_probes(accepted.path) is not None
+
+
 def test_noise_is_the_same_on_every_machine() -> None:
     values = Noise((4,), -1.0, 2.0, 7).tensor()
     # Computed once with Python's integers.
