@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from accel.artifact import Artifact
-from accel.artifact.atomic_folder_writing import PROBES
+from accel.artifact.probe_file import PROBES
 from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.probe_checks import results_of
 from accel.backends.sessions import open_plan

@@ -22,13 +22,12 @@ from .._version import __version__
 from ..errors import AccelError, OutputFolderError
 from .checksums import is_inside
 from .manifest import MANIFEST
+from .probe_file import PROBES
 
 logger = logging.getLogger(__name__)
 
 STAGING_PREFIX = ".accel-staging-"
 """Prefix of the names of temporary folders."""
-PROBES = "probes.safetensors"
-"""File in an artifact's folder with a few inputs and PyTorch's outputs, to check the artifact on each machine that runs it."""
 _NO_ROOM = 64 << 10
 # Number of the ioctl `FICLONE` in linux/fs.h. It makes a file share the disk blocks of another file until one file changes.
 _FICLONE = 0x40049409

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from .atomic_folder_writing import PROBES
 from .gguf_files import GGUF
 from .manifest import MANIFEST
+from .probe_file import PROBES
 
 # Extensions of small files of a model: configs, tokenizers, templates, processors.
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", ".spm", ".vocab", ".codes", ".merges")

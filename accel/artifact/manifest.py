@@ -395,7 +395,7 @@ class Artifact:
             IntegrityError: A graph, or the manifest itself, is missing, truncated or changed.
         """
         # This module reads files of finished folders, and imports names of this module.
-        from .token_probes import without_tokens
+        from .probe_file import without_tokens
 
         artifact = cls._read(path)
         cls(artifact.path, replace(artifact.manifest, files=(), schema=SCHEMA_VERSION)).verify()

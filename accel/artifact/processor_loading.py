@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from ..config import WrongTypeError, fitted
 from ..errors import AccelError, ArtifactNotFoundError, BackendUnavailableError, ConfigError, IntegrityError
 from .json_reading import read_json
-from .token_probes import check_tokens
+from .probe_file import check_tokens
 from .unrecorded_files import KINDS
 
 _TOKENIZER, _PROCESSOR = KINDS["tokenizer"], KINDS["processor"]

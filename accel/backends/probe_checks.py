@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.checksums import recall, remember, sha256
 from ..artifact.manifest import Artifact
-from ..artifact.token_probes import SWITCH
+from ..artifact.probe_file import PROBES, SWITCH
 from ..config import SessionOptions
 from ..errors import ConfigError, InputError, ProbeError, SessionError
 from ..interfaces.cpu_features import cpu_flags, processor_name

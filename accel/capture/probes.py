@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import Component
-from ..artifact.token_probes import METADATA as TOKENS
+from ..artifact.probe_file import METADATA as TOKENS
+from ..artifact.probe_file import PROBES
 from ..errors import IntegrityError, SessionError
 from ..interfaces.protocols import Session
 from .export_source import Source

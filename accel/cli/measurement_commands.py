@@ -225,3 +225,42 @@ def tune(
     if png is not None:
         write_png(values, png, title=f"accel tune {model}")
     return CommandResult(values, render(measured))
+
+
+@subcommand(app, epilog="Example: accel verify http://localhost:8000 --against org/embedding-model --report page.html")
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL of a server, or of an endpoint.")],
+    against: Annotated[str, typer.Option(help="PyTorch model to compare with: a folder or a Hub id.")],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="What the server computes: embed, classify, rerank or chat; inferred from the model if omitted."
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The server's name of the model; the first that it lists if omitted.")
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Data type in which the server computes, which decides the accepted rounding: float32, tf32, float16, bfloat16 or int8."
+        ),
+    ] = "float32",
+    concurrency: Annotated[int, typer.Option(help="Number of requests at the same time.")] = 8,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ACCEL_VERIFY_KEY", help="Key of the server, for the header Authorization.")
+    ] = None,
+    report: options.Report = None,
+    trust_remote_code: options.Trust = False,
+) -> CommandResult:
+    """Audit a server: compare its embeddings, classes, rankings or chats with PyTorch, also under load and for bad input."""
+    from ..auditing.audit import verify as run
+
+    subject: Any = task
+    audit = run(
+        url, against=against, subject=subject, name=name, dtype=dtype, concurrency=concurrency, api_key=api_key,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    if report is not None:
+        audit.write_html(report)
+    return CommandResult(audit.to_dict(), str(audit), failed=not audit.passed)

@@ -62,6 +62,16 @@ def html_page(values: Mapping[str, Any], *, title: str = "accel benchmark") -> s
             f"<tr><td>{_text(r['name'])}</td><td class=text>{_text(r['reason'])}</td></tr>" for r in rejected
         )
         parts.append(f"<h2>Rejected candidates</h2><div class=scroll><table>{items}</table></div>")
+    return page(parts, title=title)
+
+
+def page(parts: Sequence[str], *, title: str) -> str:
+    """Return a complete HTML page that needs no other file, with the style of the reports.
+
+    Args:
+        parts: HTML of the body.
+        title: Title of the page.
+    """
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import capture
-from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import Artifact
+from ..artifact.probe_file import PROBES, tokens_of
 from ..artifact.processor_loading import open_companion
-from ..artifact.token_probes import tokens_of
 from ..backends.plan import make_plan
 from ..backends.probe_checks import conditions_of
 from ..backends.sessions import OpenSessions, open_plan

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import capture, progress
-from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import MANIFEST, Artifact
+from ..artifact.probe_file import PROBES
 from ..artifact.resolved_model import ResolvedModel
 from ..backends.plan import RunPreferences, make_plan
 from ..backends.probe_checks import ProbeResult, conditions_of, results_of

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..artifact.atomic_folder_writing import PROBES
 from ..artifact.manifest import MANIFEST, MARK, sealed
+from ..artifact.probe_file import PROBES
 
 _IR_MARK = re.compile(rf"<{MARK.split('.')[0]}>.*?</{MARK.split('.')[0]}>", re.DOTALL)
 

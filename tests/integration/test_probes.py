@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 import accel
 from accel import ORTModelForSequenceClassification
 from accel.artifact import Artifact, with_files
-from accel.artifact.atomic_folder_writing import PROBES
 from accel.artifact.manifest import MANIFEST
+from accel.artifact.probe_file import PROBES
 from accel.backends import registry
 from accel.backends.plan import RunPreferences, make_plan
 from accel.backends.sessions import OpenSessions, open_plan

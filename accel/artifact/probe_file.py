@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..errors import ProbeError
-from .atomic_folder_writing import PROBES, tool_versions
 
+PROBES = "probes.safetensors"
+"""File in an artifact's folder with a few inputs and PyTorch's outputs, to check the artifact on each machine that runs it."""
 TEXTS = ("Is my card (n° 12,345.67) not HERE?", "Zürich  naïve 東京 مرحبا 🙂\tend\n", "")
 METADATA = "accel_tokens"
 SWITCH = "ACCEL_PROBES"
@@ -25,7 +27,7 @@ _MOST = 1 << 20
 def tokens_of(tokenizer: Any) -> dict[str, Any]:
     """Return the token ids of the texts, and the versions of the libraries."""
     ids = {text: list(map(int, tokenizer(text)["input_ids"])) for text in TEXTS}
-    return {"ids": ids, "versions": {n: v for n, v in tool_versions("tokenizers", "transformers").items() if n != "accel"}}  # fmt: skip
+    return {"ids": ids, "versions": {name: version(name) for name in ("tokenizers", "transformers")}}
 
 
 def check_tokens(folder: Path, tokenizer: Any) -> None:
