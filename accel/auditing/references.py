@@ -81,7 +81,8 @@ class EmbeddingReference:
         return faults
 
     def _cut(self, texts: Sequence[str], *, characters: int | None = None, lower: bool = False) -> Vectors:
-        return self._with([(text.lower() if lower else text)[:characters] for text in texts])
+        complete = [self.settings.prompt() + text for text in texts]
+        return self._with([(text.lower() if lower else text)[:characters] for text in complete], prompt="")
 
     def _with(
         self,
