@@ -23,6 +23,7 @@ from ..errors import AccelError, OutputFolderError
 from .checksums import is_inside
 from .manifest import MANIFEST
 from .probe_file import PROBES
+from .signatures import MATERIALS, STATEMENT
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _NOT_COMPANIONS = (
     ".index.json",
     MANIFEST,
     "export.json",
+    STATEMENT,
+    MATERIALS,
     "ort_config.json",
     "trainer_state.json",
     "adapter_config.json",

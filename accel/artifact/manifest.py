@@ -23,6 +23,8 @@ from ..config import checked_arguments
 from ..errors import ArtifactNotFoundError, IntegrityError, SchemaError
 from .checksums import FileRecord, record_files, verify
 from .json_reading import build, read_bytes_and_json
+from .probe_file import without_tokens
+from .signatures import MATERIALS, SIGNATURE, STATEMENT, check_required
 from .tensor_specs import TensorSpec
 from .unrecorded_files import check_nothing_added
 
@@ -376,8 +378,16 @@ class Artifact:
         Raises:
             ArtifactNotFoundError: The folder or its manifest does not exist.
             SchemaError: This version of accel cannot read the manifest.
-            IntegrityError: A file is missing, truncated or changed.
+            IntegrityError: A file is missing, truncated or changed, or a signature is required and not valid.
         """
+        folder = Path(path).absolute()
+        if (folder / MANIFEST).is_file():
+            check_required(folder)
+        return cls.read_unsigned(path)
+
+    @classmethod
+    def read_unsigned(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Read a folder like `load`, also if a signature is required."""
         artifact = cls._read(path)
         artifact.verify()
         return artifact
@@ -394,9 +404,6 @@ class Artifact:
             SchemaError: This version of accel cannot read the manifest.
             IntegrityError: A graph, or the manifest itself, is missing, truncated or changed.
         """
-        # This module reads files of finished folders, and imports names of this module.
-        from .probe_file import without_tokens
-
         artifact = cls._read(path)
         cls(artifact.path, replace(artifact.manifest, files=(), schema=SCHEMA_VERSION)).verify()
         without_tokens(artifact.path)
@@ -451,7 +458,7 @@ class Artifact:
             for name in sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
             if companions
             and name not in graphs
-            and name != MANIFEST
+            and name not in (MANIFEST, SIGNATURE, STATEMENT, MATERIALS)
             and not any(part.startswith(".") for part in Path(name).parts)
         ]
         manifest = replace(manifest, files=record_files(folder, names), schema=SCHEMA_VERSION)

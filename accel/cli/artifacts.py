@@ -104,6 +104,7 @@ def validate(
         bool,
         typer.Option("--here", help="Compare with the stored outputs of PyTorch, without the PyTorch model."),
     ] = False,
+    require_signature: options.RequireSignature = None,
     trust_remote_code: options.Trust = False,
 ) -> CommandResult:
     """Check the files of an artifact, and compare the artifact with its original PyTorch model."""
@@ -112,6 +113,7 @@ def validate(
     from ..stages.validate import validate as run
     from ..stages.validate import validate_here
 
+    options.require_signatures(require_signature)
     hub = HubOptions(trust_remote_code=trust_remote_code)
     if accept_files:
         Folder.accept_files(artifact)
@@ -174,6 +176,24 @@ def adopt(
         f"{len(result.shapes)} shapes, run by the backend {result.backend}",
         failed=not result.passed,
     )
+
+
+@subcommand(app, epilog="Example: accel sign out/ --key private.pem")
+def sign(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of an artifact.")],
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key in PEM format. If omitted, your identity signs through Sigstore, over the network."
+        ),
+    ] = None,
+    password: Annotated[str | None, typer.Option(envvar="ACCEL_SIGN_PASSWORD", help="Password of the key.")] = None,
+) -> CommandResult:
+    """Sign an artifact and statements of its origin, so that other machines can require the signature."""
+    from ..artifact.signing import sign as run
+
+    path = run(folder, key=key, password=password)
+    return CommandResult({"path": path}, f"{path}: signed")
 
 
 @subcommand(app, epilog="Example: accel optimize out/ out-o2/ --level O2")

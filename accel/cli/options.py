@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..artifact.signatures import REQUIREMENT
 from ..errors import ConfigError
 
 # Arguments and options for models and folders.
@@ -115,3 +117,19 @@ def wants_ray(ray: bool, address: str | None, replicas: str, cpus: float, gpus: 
             fix=f"add --ray, or remove {names}.",
         )
     return False
+
+
+RequireSignature = Annotated[
+    Path | None,
+    typer.Option(
+        "--require-signature",
+        metavar="PUBLIC_KEY",
+        help="Open only models that are signed with the private key of this public key.",
+    ),
+]
+
+
+def require_signatures(public_key: Path | None) -> None:
+    """Require signatures in this process and in the processes that it starts."""
+    if public_key is not None:
+        os.environ[REQUIREMENT] = str(public_key.expanduser().absolute())

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..artifact.signatures import REQUIREMENT
 from ..errors import BackendUnavailableError, ConfigError
 from . import options
 from .application import app, command, print_line, show_steps
@@ -78,6 +79,7 @@ def serve(
     backend: options.Backend = None,
     device: options.Device = None,
     revision: options.Revision = None,
+    require_signature: options.RequireSignature = None,
     trust_remote_code: options.Trust = False,
     verbose: options.Verbose = False,
 ) -> None:
@@ -96,6 +98,7 @@ def serve(
         from ..serving.engine import Engine
 
         show_steps("accel.serving")
+        options.require_signatures(require_signature)
         arguments: dict[str, Any] = {
             "workers": workers, "task": task, "backend": backend, "device": device, "revision": revision,
             "session_options": SessionOptions(threads=threads) if threads is not None else None,
@@ -109,6 +112,11 @@ def serve(
             "cors_origins": tuple(cors_origin or ()),
         }  # fmt: skip
         if options.wants_ray(ray, address, replicas, cpus, gpus):
+            if require_signature is not None:
+                raise ConfigError(
+                    "--require-signature cannot be used with --ray, because the models are opened by other processes of the cluster.",
+                    fix=f"set the environment variable {REQUIREMENT} on all nodes, and remove --require-signature.",
+                )
             if ssl_certfile is not None or ssl_keyfile is not None:
                 raise ConfigError(
                     "--ssl-certfile and --ssl-keyfile cannot be used with --ray, because the HTTP proxies of Ray do not support "

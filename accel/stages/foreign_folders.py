@@ -10,6 +10,7 @@ from .. import progress
 from ..artifact.hub import Location
 from ..artifact.manifest import Artifact, Origin
 from ..artifact.resolved_model import ResolvedModel
+from ..artifact.signatures import check_required
 from ..backends import registry
 from ..backends.stage_backend_selection import plan_stage
 from ..config import ExportConfig
@@ -72,6 +73,7 @@ def adopt(
         raise ArtifactNotFoundError(
             f"No installed backend can read the graphs in {graphs}.", fix="run `accel doctor` to see the backends."
         )
+    check_required(folder)
     name = fitting_task(task, read_config(folder)) if task else None
     progress.report("reading the graphs", 0, 1)
     artifact = reader.adopt(folder, task=name, subfolder=subfolder, file_name=file_name, variant=variant)
@@ -93,6 +95,7 @@ def weights_of(resolved: ResolvedModel, config: ExportConfig | None = None) -> A
             f"The backend {spec.name!r} declares the format {WEIGHTS!r}, but its implementation has no method `adopt`."
         )
     location, trust = resolved.location, resolved.hub.trust_remote_code
+    check_required(location.folder)
     artifact = backend.adopt(
         location.folder, task=resolved.task, config=config or ExportConfig(), trust_remote_code=trust
     )
