@@ -257,10 +257,10 @@ def _tell(artifact: Artifact, changes: Mapping[str, Any], why: str) -> None:
 
 
 def _wrong(
-    artifact: Artifact, worst: ProbeResult, here: Mapping[str, str], right: Mapping[str, Any] | None, made: Mapping[str, str]
+    artifact: Artifact, worst: ProbeResult, here: Mapping[str, str], right: Mapping[str, Any] | None, where_created: Mapping[str, str]
 ) -> ProbeError:  # fmt: skip
     component, _, name = worst.output.partition("/")
-    before = right["conditions"] if right is not None else made
+    before = right["conditions"] if right is not None else where_created
     changes = [
         f"{fact}: {before.get(fact, 'none')} -> {here.get(fact, 'none')}"
         for fact in dict.fromkeys((*before, *here))

@@ -76,7 +76,7 @@ class ProbeCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class GraphProbe:
     """Calls of one graph; if it is stateful, they continue the same state."""
 
     component: str
@@ -111,7 +111,7 @@ class Probes:
         tokens: Texts and their token ids, if the artifact has a tokenizer.
     """
 
-    probes: tuple[Probe, ...]
+    probes: tuple[GraphProbe, ...]
     measured: Mapping[str, OutputError] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
     tokens: Mapping[str, Any] | None = None
@@ -119,7 +119,7 @@ class Probes:
 
 def make_probes(
     components: Sequence[Component], cases: Mapping[str, Sequence[Case]], parts: Sequence[Source] = ()
-) -> tuple[Probe, ...]:
+) -> tuple[GraphProbe, ...]:
     """Select probes from reference cases. A graph whose inputs cannot be stored gets no probe.
 
     Args:
@@ -213,7 +213,7 @@ def values_of(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value.tensor() if isinstance(value, Noise) else value for name, value in inputs.items()}
 
 
-def _probe(component: Component, case: Case, values: int) -> Probe:
+def _probe(component: Component, case: Case, values: int) -> GraphProbe:
     names = [spec.name for spec in component.outputs if spec.pair is None]
     by_token = {spec.name for spec in component.outputs if tuple(spec.shape[:2]) == ("batch", "sequence")}
     read, large = _read_by(component), _large_inputs(case)
@@ -234,7 +234,7 @@ def _probe(component: Component, case: Case, values: int) -> Probe:
         needed = large & read
         sources = {name: inputs for name, inputs in call.sources.items() if name != component.name and needed}
         calls.append(ProbeCall(feeds, sources, expected))
-    return Probe(component.name, case.stateful, case.sizes.get("batch", 1), tuple(calls))
+    return GraphProbe(component.name, case.stateful, case.sizes.get("batch", 1), tuple(calls))
 
 
 def _sampled(value: torch.Tensor, call: Case, count: int, seed: int, by_token: bool) -> ExpectedValues:
@@ -255,7 +255,7 @@ def _sampled(value: torch.Tensor, call: Case, count: int, seed: int, by_token: b
     return ExpectedValues(tuple(shape), indices.to(torch.int32), value.detach().clone())
 
 
-def run_probes(sessions: Mapping[str, Session], probes: Sequence[Probe]) -> dict[str, OutputError]:
+def run_probes(sessions: Mapping[str, Session], probes: Sequence[GraphProbe]) -> dict[str, OutputError]:
     """Run probes and return the largest error of each output, by `component/output`.
 
     A probe is left out if the graph cannot run it: graphs without a mask input get no padded prompts.
@@ -396,7 +396,7 @@ def read_probes(folder: Path) -> Probes | None:
                 return None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
         probes = tuple(
-            Probe(
+            GraphProbe(
                 probe["component"], probe["stateful"], probe["batch"],
                 tuple(_read_call(call, f"{i}.{j}.", tensors) for j, call in enumerate(probe["calls"])),
             )

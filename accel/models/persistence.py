@@ -14,6 +14,7 @@ from typing import Any
 from ..artifact.atomic_folder_writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..artifact.manifest import MANIFEST, Artifact, with_files
+from ..artifact.provenance import measured_numbers
 from ..config import checked_arguments
 from ..errors import ArtifactError, OutputFolderError
 from ..interfaces.task_registry import task_spec
@@ -94,11 +95,16 @@ class Saveable:
             f"| {step.stage} | {step.backend} | {step.validation.get('max_abs_difference', 'not measured')} |"
             for step in manifest.steps
         )
+        numbers = "\n".join(
+            f"| {number.name} | {number} | {number.conditions} |" for number in measured_numbers(manifest)
+        )
+        measured = f"| measured | value | conditions |\n| --- | --- | --- |\n{numbers}\n\n" if numbers else ""
         return (
             f"---\n{data.to_yaml()}\n---\n\n# {repo_id}\n\n"
             f"{manifest.architecture or 'A model'} for {manifest.task}, made from `{base or Path(source).name}`"
             f" with accel {manifest.accel} ({manifest.format}, {manifest.dtype}).\n\n"
             f"| step | backend | largest difference from its parent |\n| --- | --- | --- |\n{steps}\n\n"
+            f"{measured}"
             "```python\n"
             f"from accel import {class_name}\n\n"
             f'model = {class_name}.from_pretrained("{repo_id}")\n'

@@ -13,7 +13,7 @@ from ..artifact.processor_loading import open_companion
 from ..backends.plan import make_plan
 from ..backends.probe_checks import conditions_of
 from ..backends.sessions import OpenSessions, open_plan
-from ..capture.probes import Probe, Probes, make_probes, read_probes, run_probes, write_probes
+from ..capture.probes import GraphProbe, Probes, make_probes, read_probes, run_probes, write_probes
 from ..errors import AccelError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def probes_for(
     artifact: Artifact, cases: Mapping[str, Sequence[capture.Case]], source: capture.Source
-) -> tuple[Probe, ...]:
+) -> tuple[GraphProbe, ...]:
     """Select probes of an export from its reference cases. The models of several graphs are only needed for images and audio."""
     try:
         parts = capture.split(source) if len(cases) > 1 else (source,)
@@ -31,7 +31,7 @@ def probes_for(
         return ()
 
 
-def record_probes(artifact: Artifact, probes: Sequence[Probe], opened: OpenSessions | None = None) -> None:
+def record_probes(artifact: Artifact, probes: Sequence[GraphProbe], opened: OpenSessions | None = None) -> None:
     """Measure the errors of an artifact on its probes, and write both into its folder. The manifest must be written afterwards.
 
     Args:

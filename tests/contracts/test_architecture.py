@@ -64,7 +64,20 @@ def _word(node: ast.AST) -> str:
 # enforces the same order for imports at run time.
 ORDER = (
     *("errors", "config", "progress", "artifact", "upstream", "interfaces", "families", "capture", "backends", "data"),
-    *("stages", "decoding", "models", "measuring", "tuning", "serving", "deploying", "tasks", "testing", "demo", "cli"),
+    *(
+        "stages",
+        "decoding",
+        "models",
+        "measuring",
+        "tuning",
+        "auditing",
+        "serving",
+        "deploying",
+        "tasks",
+        "testing",
+        "demo",
+        "cli",
+    ),
     "compat",
 )
 PARTS = ("compat", "tasks", "families")

@@ -205,3 +205,8 @@ def test_all_statements_use_the_same_numbers(tiny_artifact: Callable[..., Artifa
     names = [number.name for number in measured_numbers(artifact.manifest)]
     assert names[:1] == ["largest difference of export"]
     assert {"accuracy", "drop of accuracy", "median latency of 1x128"} <= set(names)
+    model = ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+    model.artifact = artifact
+    card = model.model_card("org/model")
+    assert "| drop of accuracy | 1 points (95 % interval 0.2 to 1.8) | 400 rows of test.csv |" in card
+    assert "| median latency of 1x128 | 5.5 ms |" in card
