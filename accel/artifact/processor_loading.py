@@ -82,6 +82,8 @@ def open_companion(
         arguments.setdefault("trust_remote_code", False)
     try:
         loaded = getattr(transformers, loader).from_pretrained(folder, local_files_only=local_files_only, **arguments)
+        if kind == "tokenizer":
+            check_tokens(path, loaded)
     # Libraries and the model's code may raise any error for damaged files. A Rust panic in `tokenizers` is not an
     # `Exception`.
     except BaseException as error:
@@ -93,8 +95,6 @@ def open_companion(
             f"model_max_length is {loaded.model_max_length!r} in {path / 'tokenizer_config.json'}, but it must be a number.",
             fix=_AGAIN,
         )
-    if kind == "tokenizer":
-        check_tokens(path, loaded)
     if loader == "GenerationConfig":
         _check_generation(path / "generation_config.json", loaded)
     return loaded

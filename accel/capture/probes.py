@@ -258,14 +258,17 @@ def _sampled(value: torch.Tensor, call: Case, count: int, seed: int, by_token: b
 def run_probes(sessions: Mapping[str, Session], probes: Sequence[GraphProbe]) -> dict[str, OutputError]:
     """Run probes and return the largest error of each output, by `component/output`.
 
-    A probe is left out if the graph cannot run it: graphs without a mask input get no padded prompts.
+    A probe is left out if the graph cannot run it: graphs without a mask input get no padded prompts. A probe of a graph that is not open
+    is left out.
 
     Raises:
         SessionError: The runtime failed.
     """
     errors: dict[str, OutputError] = {}
     for probe in probes:
-        session = sessions[probe.component]
+        session = sessions.get(probe.component)
+        if session is None:
+            continue
         names = {spec.name for spec in session.inputs if spec.pair is None}
         state = None
         if probe.stateful:
