@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Unpack
 
 import numpy as np
 import torch
 from transformers import modeling_outputs
 
-from ..artifact.sentence_settings import embedding_roles, sentence_settings
+from ..artifact.sentence_fields import TOKEN_VECTORS, VECTORS
+from ..artifact.sentence_settings import DOCUMENT, QUERY, embedding_roles, sentence_settings
 from ..capture.sentence_embeddings import Normalize, sentence_layers
 from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import numbers, texts
@@ -26,10 +27,11 @@ from ..models.embedding_and_scoring import (
     SentenceEmbeddingFunction,
     SentenceRows,
     TokenRow,
-    in_batches,
     prompt_length,
 )
+from ..models.encoding import EncodeOptions, encode
 from ..models.outputs import SentenceEmbeddingOutput
+from ..models.vector_functions import Vectors, similarity
 from ..serving.batch_formation import can_pad
 from ..serving.job import Options, PreparedRequest, Row
 from ..serving.operations import READS_TEXT, Operation
@@ -58,7 +60,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         self._pools = pools and "sentence_embedding" not in returned
         self._after = self._named_and_pooled if self._roles or self._pools else None
         self._vectors: SentenceEmbeddingFunction | None = None
-        if self._pools or "sentence_embedding" in returned:
+        if self._pools or returned & {VECTORS, TOKEN_VECTORS}:
             return SentenceEmbeddingOutput
         if "pooler_output" in names:
             return modeling_outputs.BaseModelOutputWithPooling
@@ -92,12 +94,8 @@ class ORTModelForFeatureExtraction(ORTModel):
         self,
         texts: str | Sequence[str],
         *,
-        batch_size: int = 32,
-        tokenizer: Any = None,
-        convert_to_numpy: bool = True,
-        normalize_embeddings: bool = False,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
+        side: Literal["", "query", "document"] = "",
+        **options: Unpack[EncodeOptions],
     ) -> Any:
         """Compute embeddings of texts, in the order of the texts.
 
@@ -106,37 +104,48 @@ class ORTModelForFeatureExtraction(ORTModel):
 
         Args:
             texts: One text or a list of texts.
-            batch_size: Number of texts per batch.
-            tokenizer: The tokenizer; the artifact's own when `None`.
-            convert_to_numpy: Return NumPy arrays (default) instead of torch tensors.
-            normalize_embeddings: Normalize each embedding to length 1, so that dot products are cosine similarities.
-            prompt_name: Name of a prompt in the model's files; the model's default prompt when `None`.
-            prompt: Text to put before each text, instead of a named prompt.
+            side: Whether the texts are queries or documents. Multi-vector models and models with a router compute them differently. It
+                does not select a prompt; `encode_query` and `encode_document` do.
+            **options: See `EncodeOptions`.
 
         Returns:
-            Embeddings `(len(texts), size)` float32, or `(size,)` for a single text.
+            Dense embeddings: `(len(texts), size)` float32, or `(size,)` for a single text. Sparse embeddings: a sparse torch tensor
+            `(len(texts), vocab_size)` float32. Multi-vector embeddings: a list with a tensor `(tokens, size)` float32 for each text.
+            If `outputs` is a list, a dict with one of these results for each name.
 
         Raises:
-            InputError: A text is not a string.
+            InputError: A text is not a string, or `truncate_dim` is larger than the embeddings.
             TaskError: The model does not embed sentences; cross-encoders, for example, do not.
-            ConfigError: The prompt is unknown, or the files next to the graph have an unsupported setting.
+            ConfigError: An option is invalid, the prompt is unknown, or the files next to the graph have an unsupported setting.
         """
-        single = isinstance(texts, str)
-        items = [texts] if isinstance(texts, str) else list(texts) if isinstance(texts, Iterable) else [texts]
-        if not all(isinstance(item, str) for item in items):
-            kinds = sorted({type(item).__name__ for item in items if not isinstance(item, str)})
-            raise InputError(
-                f"encode was called with values of type {', '.join(kinds)}, but it accepts only strings.",
-                fix="pass a string or a list of strings.",
-            )
-        embedder = Embedder(self, tokenizer)
-        before = prompt if prompt is not None else embedder.settings.prompt(prompt_name)
-        rows = in_batches(items, len, batch_size, lambda part: embedder.embed(embedder.rows(part, prompt=before)))
-        embeddings = torch.stack(rows) if rows else torch.empty(0, 0)
-        if normalize_embeddings:
-            embeddings = torch.nn.functional.normalize(embeddings, dim=-1)
-        result: Any = embeddings.cpu().numpy() if convert_to_numpy else embeddings
-        return result[0] if single else result
+        return encode(self, texts, side, options)
+
+    def encode_query(self, texts: str | Sequence[str], **options: Unpack[EncodeOptions]) -> Any:
+        """Compute embeddings of queries: `encode` with the prompt named `query`, if the model has one.
+
+        Raises:
+            AccelError: As in `encode`.
+        """
+        return encode(self, texts, QUERY, options, default_prompt=True)
+
+    def encode_document(self, texts: str | Sequence[str], **options: Unpack[EncodeOptions]) -> Any:
+        """Compute embeddings of documents: `encode` with the prompt named `document`, `passage` or `corpus`, if the model has one.
+
+        Raises:
+            AccelError: As in `encode`.
+        """
+        return encode(self, texts, DOCUMENT, options, default_prompt=True)
+
+    def similarity(self, first: Vectors, second: Vectors) -> torch.Tensor:
+        """Return the similarity of each embedding in `first` to each in `second`, `(len(first), len(second))` float32.
+
+        The function is the one in the model's files (`similarity_fn_name`). The default is `cosine`, `dot` for sparse encoders, and
+        `maxsim` for multi-vector models.
+
+        Raises:
+            InputError: The embeddings have different numbers of dimensions.
+        """
+        return similarity(self.sentence_vectors.settings.similarity, first, second)
 
 
 class SimilarityPredictor(CosinePredictor):
@@ -415,7 +424,7 @@ def _embedding(facts: TextModelFacts) -> dict[str, Any]:
         **options,
         "output": names["last_hidden_state"],
         "pooled": False,
-        "modes": list(layers.pooling.modes),
+        "modes": list(layers.modes),
         "excluded": excluded,
         "normalize": len(layers.after) > 0,
     }
