@@ -137,7 +137,7 @@ class SentenceRows(TextBatcher):
             return self._tokenized(texts, None, self.max_length, add_special_tokens=False)
         rows = self._tokenized(texts, pairs, self._length_of(side))
         if self.settings.kind == "multi-vector encoder":
-            return [self._scored(row, side) for row in rows]
+            return [self.scored(row, side) for row in rows]
         if self.settings.include_prompt:
             return rows
         length = prompt_length(self.tokenizer, self._cased(before))
@@ -158,8 +158,8 @@ class SentenceRows(TextBatcher):
             return self.max_length
         return length if self._positions is None else min(length, self._positions)
 
-    def _scored(self, row: TokenRow, side: str) -> TokenRow:
-        """Append the tokens of a query expansion, and add the mask of the tokens whose vectors are used."""
+    def scored(self, row: TokenRow, side: str) -> TokenRow:
+        """Return a row with the tokens of a query expansion, and with the mask of the tokens whose vectors are used."""
         settings, expansion = self.settings, self.settings.expansion
         if side == QUERY and expansion is not None and (missing := expansion.length - len(row["input_ids"])) > 0:
             token = _expansion_token(self.tokenizer, expansion.token)

@@ -335,3 +335,85 @@ def test_settings_of_an_export_equal_those_of_its_source(root: Path, opened: Ope
             "side",
         ):
             assert getattr(source, field) == getattr(export, field), field
+
+
+# The tests below send requests to the server's engine.
+
+
+def test_server_gives_the_same_sparse_embeddings(opened: Opened, results: dict[str, Any]) -> None:
+    client = served_by(opened("splade"))
+    answer = client.post("/embed_sparse", json={"inputs": results["splade"]["texts"]}).json()
+    assert isinstance(answer, list), answer
+    for row, right in zip(answer, results["splade"]["encode"], strict=True):
+        weights = dict.fromkeys(range(len(right)), 0.0) | {entry["index"]: entry["value"] for entry in row}
+        close([weights[i] for i in range(len(right))], right)
+    assert client.post("/embed", json={"inputs": "card"}).status_code == 404
+
+
+def test_server_looks_up_sparse_queries(opened: Opened, results: dict[str, Any]) -> None:
+    with accel.Engine(opened("inference-free")) as engine:
+        for side in ("query", "document"):
+            rows = engine.run(results["inference-free"]["texts"], operation="embed_sparse", side=side)
+            for row, right in zip(rows, results["inference-free"][f"encode_{side}"], strict=True):
+                expected = np.array(right)
+                close(row["values"], expected[expected != 0])
+
+
+def test_server_gives_the_same_token_vectors(opened: Opened, results: dict[str, Any]) -> None:
+    client = served_by(opened("late"))
+    for side in ("query", "document"):
+        body = {"inputs": results["late"]["texts"], "prompt_name": side}
+        answer = client.post("/embed_all", json=body).json()
+        for vectors, right in zip(answer, results["late"][f"encode_{side}"], strict=True):
+            close(np.array(vectors).reshape(-1, 6), np.array(right).reshape(-1, 6))
+
+
+def test_server_selects_the_side_of_a_router(opened: Opened, results: dict[str, Any]) -> None:
+    client = served_by(opened("router"))
+    for input_type, side in (("query", "query"), ("passage", "document")):
+        body = {"input": results["router"]["texts"], "input_type": input_type}
+        answer = client.post("/v1/embeddings", json=body).json()
+        close([entry["embedding"] for entry in answer["data"]], results["router"][f"encode_{side}"])
+        body = {
+            "texts": results["router"]["texts"],
+            "input_type": f"search_{side}",
+            "embedding_types": ["float", "ubinary"],
+        }
+        embeddings = client.post("/v2/embed", json=body).json()["embeddings"]
+        close(embeddings["float"], results["router"][f"encode_{side}"])
+        assert embeddings["ubinary"] == np.packbits(np.array(embeddings["float"]) > 0, axis=-1).tolist()
+
+
+def test_server_reranks_with_a_language_model(opened: Opened, results: dict[str, Any]) -> None:
+    expected = results["reranker-structured"]
+    client = served_by(opened("reranker-structured"))
+    for (query, document), score in zip(expected["pairs"], expected["scores"], strict=True):
+        answer = client.post("/rerank", json={"query": query, "texts": [document]}).json()
+        close(answer[0]["score"], score)
+
+
+def served_by(model: Any) -> Any:
+    starlette = pytest.importorskip("starlette.testclient", reason="the extra serving is not installed")
+    from accel.serving.http.app import create_app
+    from accel.serving.http.server_settings import ServerSettings
+
+    client = starlette.TestClient(create_app(accel.Engine({"model": model}), ServerSettings()))
+    # The models are shared by tests, so the server runs until the end of the session.
+    client.__enter__()
+    return client
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"truncate_dim": 0}, "truncate_dim is 0"),
+        ({"truncate_dim": True}, "truncate_dim is True"),
+        ({"truncation": "x"}, "truncation is 'x'"),
+        ({"truncation_side": "top"}, "truncation_side is 'top'"),
+        ({"side": "answer"}, "side is 'answer'"),
+        ({"normalize_embeddings": 1}, "normalize_embeddings is 1"),
+    ],
+)
+def test_invalid_options_of_requests(opened: Opened, options: dict[str, Any], message: str) -> None:
+    with accel.Engine(opened("options")) as engine, pytest.raises(InputError, match=message):
+        engine.run(["card"], operation="embed", **options)
