@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .measuring.latency.benchmark import benchmark as benchmark
     from .models.base import ORTModel as ORTModel
     from .models.pipelines.pipeline import pipeline as pipeline
+    from .models.vector_functions import maxsim as maxsim
+    from .models.vector_functions import quantize_embeddings as quantize_embeddings
     from .serving.continuous_batching.generation_engine import GenerationEngine as GenerationEngine
     from .serving.continuous_batching.scheduler import GenerationLimits as GenerationLimits
     from .serving.engine import Engine as Engine
@@ -95,6 +97,7 @@ _MODULE_OF = {
     "GenerationLimits": "serving.continuous_batching.scheduler",
     "GenerationOptions": "decoding.generation_options",
     "list_backends": "backends.doctor",
+    "maxsim": "models.vector_functions",
     "optimize": "stages.optimize",
     "OptimizeConfig": "config",
     "Optimizer": "interfaces.protocols",
@@ -133,6 +136,7 @@ _MODULE_OF = {
     "pipeline": "models.pipelines.pipeline",
     "prepare_qat": "stages.prepare",
     "quantize": "tuning.quantize_within_budget",
+    "quantize_embeddings": "models.vector_functions",
     "QuantizeConfig": "config",
     "Quantizer": "interfaces.protocols",
     "SessionOptions": "config",

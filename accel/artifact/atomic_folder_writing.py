@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import platform
+import re
 import secrets
 import shutil
 import tempfile
@@ -55,8 +56,12 @@ _NOT_COMPANIONS = (
     "adapter_config.json",
 )
 _COMPANION_MAX_BYTES = 64 << 20
-_WEIGHTED_MODULES = ("_Dense", "_LayerNorm")
+_WEIGHTED_MODULES = ("_Dense", "_LayerNorm", "_SparseAutoEncoder", "_SparseStaticEmbedding", "_IDF")
 _MODULE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Modules of a router start with the name of its path: `query_0_SparseStaticEmbedding`.
+_MODULE_FOLDER = re.compile(r"(\w+_)?\d+_\w+\Z")
+_TRANSFORMERS = ("_Transformer", "_MLMTransformer")
+_MODULE_CONFIGS = ("config.json", "router_config.json", "idf.json")
 
 
 def check_output(out: str | os.PathLike[str], *inputs: Path | None) -> Path:
@@ -466,11 +471,17 @@ def copy_companions(source: Path, target: Path, *, linked: bool = False) -> None
         return any(is_inside(path, root) for root in roots)
 
     for path in sorted(source.iterdir()):
-        if path.is_dir() and any(path.glob("config.json")) and path.name[:1].isdigit():
+        if (
+            path.is_dir()
+            and any((path / name).is_file() for name in _MODULE_CONFIGS)
+            and _MODULE_FOLDER.match(path.name)
+        ):
+            if path.name.endswith(_TRANSFORMERS):
+                continue
             # Also copy the weights of sentence-transformers modules that follow the pooling, because a graph without pooling
             # does not contain these modules.
             weights = _MODULE_WEIGHTS if path.name.endswith(_WEIGHTED_MODULES) else ()
-            for name in ("config.json", *weights):
+            for name in (*_MODULE_CONFIGS, *weights):
                 if (path / name).is_file() and allowed(path / name):
                     (target / path.name).mkdir(exist_ok=True)
                     shutil.copyfile(path / name, target / path.name / name)

@@ -28,8 +28,11 @@ _NO_DATA_NAMES = (
     "consolidated",
 )
 _GRAPHS = (".onnx", ".xml")
-# Path of a file in a module folder of sentence-transformers, such as `1_Pooling` or `2_Dense`.
-_MODULE = re.compile(r"\d+_[^/]+/[^/]+\Z")
+# Path of a file in a module folder of sentence-transformers, such as `1_Pooling`, `2_Dense`, or in a router's module such as
+# `query_0_SparseStaticEmbedding` or `2_Asym/140_Dense`.
+_MODULE = re.compile(r"((query_|document_)?\d+_[^/]+/)+[^/]+\Z")
+# Weights of the heads of BGE-M3.
+_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -109,12 +112,12 @@ def _modules(files: Sequence[str]) -> list[str]:
     """Return the files of sentence-transformers modules. Each module's weights are in one format; safetensors are
     preferred.
     """
-    module_files = [file for file in files if _MODULE.match(file)]
+    module_files = [file for file in files if _MODULE.match(file) or file in _HEADS]
     safe = {_folder(file) for file in module_files if file.endswith(".safetensors")}
     return [
         file
         for file in module_files
-        if file.endswith((*_COMPANIONS, ".safetensors")) or (file.endswith(".bin") and _folder(file) not in safe)
+        if file.endswith((*_COMPANIONS, ".safetensors", ".pt")) or (file.endswith(".bin") and _folder(file) not in safe)
     ]
 
 

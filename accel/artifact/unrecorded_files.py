@@ -20,8 +20,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     ),
     "generation config": ("generation_config.json",),
     "sentence-transformers module": (
-        "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]_*/config.json",
-        "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin",
+        "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "router_config.json",
+        "[0-9]_*/config.json", "[0-9]_*/router_config.json", "[0-9]_*/model.safetensors", "[0-9]_*/pytorch_model.bin",
+        "query_[0-9]_*/config.json", "query_[0-9]_*/model.safetensors", "query_[0-9]_*/pytorch_model.bin",
+        "query_[0-9]_*/idf.json",
     ),
 }  # fmt: skip
 """Names of the files that transformers and `encode` look for in a folder, by kind."""

@@ -20,7 +20,7 @@ from ..artifact.gguf_files import gguf_weights
 from ..artifact.hub import HubOptions, Location
 from ..artifact.json_reading import read_json
 from ..artifact.manifest import Origin
-from ..artifact.sentence_settings import sentence_settings
+from ..artifact.sentence_settings import SentenceSettings, sentence_settings, transformer_folder
 from ..config import ExportConfig
 from ..errors import AccelError, ExportError, TaskError
 from ..interfaces.family import Axes, Sample
@@ -32,6 +32,7 @@ from ..upstream.auto_models import classes_for
 from ..upstream.model_internals import without_mixed_precision
 from ..upstream.output_silencing import quiet
 from .adapter_token_embeddings import adapter_shapes, fit_embeddings
+from .answer_scores import AnswerScorer
 from .end_token_classifiers import answering_by_row
 from .export_source import Source
 from .global_state_lock import one_thread_at_a_time
@@ -43,7 +44,7 @@ from .position_limits import max_sizes_of
 from .quantized_linears import TRAINED_STEPS, holds_quantized, load_quantized, origin_of, without_training
 from .reference_cases import own_defaults_of
 from .samples import check_sample, default_sample, known_axes, resize, safe_sizes, same_draws, tokenizer_names
-from .sentence_embeddings import SentenceEmbedder, SentenceLayers, sentence_layers
+from .sentence_embeddings import SentenceEmbedder, embedding_heads
 from .sound_samples import sound_sample
 from .speech_samples import longest_sound, speech_sample
 from .streamed_weights import StreamedWeights, streamed_weights
@@ -106,14 +107,16 @@ def load_source(
     work = load_task(task)
     spec = work.spec
     if isinstance(model, torch.nn.Module):
-        module, folder, streamed = model, None, None
+        module, folder, streamed, settings = model, None, None, None
         name = getattr(getattr(module, "config", None), "name_or_path", "")
         origin = Origin(id=str(name or type(module).__name__), digest=None)
         module = _plain_forward(module)
         module = _in_dtype(without_torchao(without_training(module)), getattr(torch, config.dtype))
     else:
         folder = model.folder
-        module, streamed = _load_module(folder, spec, config, hub, weights, stream)
+        settings = sentence_settings(folder) if spec.sentence_kinds else None
+        loaded_spec = _with_head(spec, settings)
+        module, streamed = _load_module(transformer_folder(folder), loaded_spec, config, hub, weights, stream)
         module = without_torchao(module)
         origin = origin_of(folder) or Origin(id=model.id, revision=model.revision, digest=folder_digest(folder))
     family = family_of(getattr(module, "config", None))
@@ -127,9 +130,11 @@ def load_source(
         module = ReturnsLayerOutputs(
             module, hidden_states=config.output_hidden_states, attentions=config.output_attentions
         ).eval()
-    layers = _sentence_layers(spec, folder, config)
-    if layers is not None:
-        module = SentenceEmbedder(module, layers).eval()
+    heads = _embedding_heads(spec, settings, config)
+    if heads:
+        module = SentenceEmbedder(module, heads).eval()
+    elif settings is not None and settings.answers:
+        module = AnswerScorer(module, settings.answers).eval()
     elif spec.keeps:
         module = OutputSelection(module, spec.keeps).eval()
     module = work.traced(module).eval()
@@ -137,7 +142,8 @@ def load_source(
         # The seed is set again, because loading a model may draw random numbers. The samples are then the same for a model in memory.
         with same_draws():
             inner = unwrapped(module)
-            task_sample = work.sample(module, folder) or _usual_sample(spec, module, folder)
+            place = transformer_folder(folder) if folder is not None else None
+            task_sample = work.sample(module, place) or _usual_sample(spec, module, place)
             example, axes, unused = family.sample(inner, task_sample)
     else:
         check_sample(sample, axes)
@@ -148,7 +154,8 @@ def load_source(
         own_defaults = own_defaults_of(module, example) if weights and not spec.generates else ()
     if sample is None:
         # If the tokenizer does not return an input of `own_defaults`, the graph has no such input and computes the model's default.
-        left_out = {name for name in own_defaults if name not in tokenizer_names(folder)}
+        place = transformer_folder(folder) if folder is not None else None
+        left_out = {name for name in own_defaults if name not in tokenizer_names(place)}
         example = {name: tensor for name, tensor in example.items() if name not in left_out}
         axes = {name: named for name, named in axes.items() if name not in left_out}
     if spec.generates:
@@ -498,8 +505,17 @@ def _own_weight(module: torch.nn.Module) -> torch.nn.Parameter | None:
     return dict(module.named_parameters(recurse=False)).get("weight")
 
 
-def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) -> SentenceLayers | None:
-    """Return the modules that compute sentence embeddings, or `None` if the graph returns hidden states.
+def _with_head(spec: TaskSpec, settings: SentenceSettings | None) -> TaskSpec:
+    """Return the spec of a task with the auto class that loads the head of a sentence-transformers model, such as a language model's."""
+    if settings is None or not settings.auto_model or settings.kind not in spec.sentence_kinds:
+        return spec
+    return replace(spec, auto_model=settings.auto_model, more_auto_models=())
+
+
+def _embedding_heads(
+    spec: TaskSpec, settings: SentenceSettings | None, config: ExportConfig
+) -> dict[str, torch.nn.Module]:
+    """Return the modules that compute embeddings by output name, or none if the graph returns hidden states.
 
     The settings are read from the export config, then from the sentence-transformers files in the folder, and then from the task.
     """
@@ -509,9 +525,9 @@ def _sentence_layers(spec: TaskSpec, folder: Path | None, config: ExportConfig) 
                 f"The options pooling and normalize apply only to embedding tasks, and the task is {spec.name!r}.",
                 fix="leave out pooling and normalize, or pass task='feature-extraction'.",
             )
-        return None
+        return {}
     if not (spec.pooling or config.pooling or config.normalize):
-        return None
+        return {}
     # For a task without pooling (feature extraction), the sentence-transformers modules in the folder are ignored.
-    settings = sentence_settings(folder) if folder is not None and spec.pooling else None
-    return sentence_layers(settings, pooling=config.pooling, normalize=config.normalize, default=spec.pooling or "mean")
+    used = settings if spec.pooling else None
+    return embedding_heads(used, pooling=config.pooling, normalize=config.normalize, default=spec.pooling or "mean")

@@ -255,7 +255,7 @@ def infer_task(config: Mapping[str, Any], folder: Path | None = None) -> str:
         TaskError: The config contains no architecture, or no task supports the architecture.
     """
     if folder is not None and (kind := sentence_kind(folder)):
-        task = next((spec.name for spec in all_tasks() if spec.sentence_kind == kind), None)
+        task = next((spec.name for spec in all_tasks() if kind in spec.sentence_kinds), None)
         if task is None:
             raise TaskError(
                 f"{folder} contains a sentence-transformers model of the kind {kind!r}, which accel does not support.",

@@ -56,7 +56,8 @@ class TaskSpec:
         suffixes: Suffixes of the class names of models for the task.
         fields: Config fields that a model for the task must have, in addition to a suffix in `suffixes`.
         marks: Config fields of which a model for the task must have at least one.
-        sentence_kind: Kind of sentence-transformers models for the task: `embedder` or `cross-encoder`. Empty means none.
+        sentence_kinds: Kinds of sentence-transformers models for the task: `embedder`, `sparse encoder`, `multi-vector encoder`,
+            `cross-encoder`.
         any_graph: Whether the task is for graphs with any inputs and outputs.
         listed: Whether all architectures that transformers lists for `auto_models` support the task, independent of their names.
         synonyms: Other names of the task.
@@ -85,7 +86,7 @@ class TaskSpec:
     suffixes: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
-    sentence_kind: str = ""
+    sentence_kinds: tuple[str, ...] = ()
     any_graph: bool = False
     listed: bool = False
     synonyms: tuple[str, ...] = ()

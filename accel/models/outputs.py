@@ -80,12 +80,19 @@ class SentenceEmbeddingOutput(ModelOutput):  # type: ignore[misc]  # transformer
     """Output of a model whose graph includes pooling.
 
     Attributes:
-        sentence_embedding: Embeddings `(batch, hidden)`.
+        sentence_embedding: Embeddings `(batch, hidden)`. Embeddings of a sparse encoder have the size of the vocabulary.
         last_hidden_state: Hidden states `(batch, sequence, hidden)`.
+        query_embedding, document_embedding: Embeddings of the router's path that is not its default path.
+        multi_vector_embedding: One vector per token, `(batch, sequence, size)`.
+        token_weights: One weight per token, `(batch, sequence)`.
     """
 
     sentence_embedding: torch.Tensor | None = None
     last_hidden_state: torch.Tensor | None = None
+    query_embedding: torch.Tensor | None = None
+    document_embedding: torch.Tensor | None = None
+    multi_vector_embedding: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
 
 
 def indexed(names: Sequence[str]) -> dict[str, list[str]]:

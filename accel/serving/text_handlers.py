@@ -76,7 +76,13 @@ def find_prompt(prompts: Mapping[str, str], name: str | Sequence[str] | None) ->
 
 @contextmanager
 def cutting(rows: TextBatcher, options: Options) -> Iterator[None]:
-    """Apply the options `truncation` and `truncation_side` inside the `with` block."""
+    """Apply the options `truncation` and `truncation_side` inside the `with` block.
+
+    Raises:
+        InputError: An option has an invalid value.
+    """
+    check_choice(options, "truncation", (True, False, None))
+    check_choice(options, "truncation_side", ("left", "right"))
     tokenizer = rows.tokenizer
     side, longest = tokenizer.truncation_side, rows.max_length
     try:
@@ -118,6 +124,18 @@ def check_texts(inputs: Any) -> list[str]:
     if not isinstance(inputs, Sequence) or isinstance(inputs, str) or not all(isinstance(text, str) for text in inputs):
         raise InputError("The inputs are not a list of texts.", fix="pass a list of strings.")
     return list(inputs)
+
+
+def check_choice(options: Options, name: str, values: Sequence[Any]) -> None:
+    """Raise if an option has another value than `values`. A missing option is accepted.
+
+    Raises:
+        InputError: The value is invalid.
+    """
+    if name in options and not any(type(options[name]) is type(value) and options[name] == value for value in values):
+        raise InputError(
+            f"{name} is {options[name]!r:.100}.", fix=f"pass {' or '.join(map(repr, values))}, or leave {name} out."
+        )
 
 
 def check_options(options: Options, supported: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from ..artifact.atomic_folder_writing import copy_companions, staging
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact
 from ..artifact.resolved_model import ResolvedModel
+from ..artifact.sentence_settings import transformer_folder
 from ..backends import registry
 from ..backends.plan import RunPreferences, make_plan
 from ..backends.sessions import OpenSessions, open_plan
@@ -105,6 +106,8 @@ def _export_source(
         # Copy configs and tokenizers first, because the exporter may read them.
         if source.folder is not None:
             copy_companions(source.folder, folder, linked=True)
+            if (transformer := transformer_folder(source.folder)) != source.folder:
+                copy_companions(transformer, folder, linked=True)
         _write_configs(source, folder)
         if source.folder is not None and is_adapter(source.folder):
             # Existing files are not overwritten, so the adapter's own tokenizer has priority over the base model's.

@@ -20,7 +20,7 @@ from ..artifact.gguf_files import GGUF, gguf_files
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import Kind, ResolvedModel
-from ..artifact.sentence_settings import sentence_kind, sentence_settings
+from ..artifact.sentence_settings import sentence_kind, sentence_settings, transformer_folder
 from ..config import ExportConfig, check_type
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError, did_you_mean
 from ..interfaces.task_registry import (
@@ -134,7 +134,8 @@ def resolve(
     resolved = ResolvedModel(
         kind="weights", id=location.id, task=any_graph_task(), folder=folder, revision=location.revision, hub=hub
     )
-    has_weights = (folder / "config.json").is_file() and resolved.has_weights
+    transformer = transformer_folder(folder)
+    has_weights = (transformer / "config.json").is_file() and (resolved.has_weights or transformer != folder)
     adapter = is_adapter(folder)
     check_heads(folder, task or default_task)
     if not (weights and (has_weights or adapter or export)):
@@ -171,9 +172,11 @@ def resolve(
             f"{folder} contains no exported graph, and export=False forbids exporting the model.",
             fix="leave export out, or export the model first: `accel export MODEL OUT`.",
         )
-    if not adapter and not (folder / "config.json").is_file():
+    if not adapter and not (transformer / "config.json").is_file():
         if holds_graphs(folder):
             raise missing_config(folder)
+        if sentence_kind(folder):
+            sentence_settings(folder).check_embeds()
         raise no_model(folder)
     if (folder / MANIFEST).is_file() and not resolved.has_weights:
         raise ArtifactNotFoundError(
@@ -359,8 +362,8 @@ def _task_of_class(folder: Path, default: str) -> str:
     return the task for hidden states; `encode` then raises an error with the reason.
     """
     spec = task_spec(default)
-    place = folder if (folder / "config.json").is_file() else folder.parent
-    if not spec.embeds or sentence_kind(place) != "embedder":
+    place = folder if (transformer_folder(folder) / "config.json").is_file() else folder.parent
+    if not spec.embeds or not sentence_kind(place) or not task_spec(infer_task({}, place)).embeds:
         return spec.name
     try:
         sentence_settings(place).check_embeds()

@@ -155,7 +155,7 @@ SENTENCE_SIMILARITY = TaskSpec(
     # For checkpoints that contain only the encoder of an encoder-decoder (sentence-t5, GTR).
     more_auto_models=("AutoModelForTextEncoding",),
     output="BaseModelOutput",
-    sentence_kind="embedder",
+    sentence_kinds=("embedder", "sparse encoder", "multi-vector encoder"),
     synonyms=("embedding", "embeddings"),
     pipelines=("feature-extraction",),
     columns=_EMBEDDED,
@@ -172,7 +172,7 @@ TEXT_RANKING = TaskSpec(
     suffixes=("ForSequenceClassification",),
     # Config fields that sentence-transformers writes for a cross-encoder.
     marks=("sentence_transformers", "sbert_ce_default_activation_function"),
-    sentence_kind="cross-encoder",
+    sentence_kinds=("cross-encoder",),
     synonyms=("reranking", "cross-encoder"),
     pipelines=("text-classification",),
     columns=(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import torch
 
+from ..artifact.sentence_settings import sentence_settings
 from ..data.encoded_rows import EncodedRows, cut, from_tokenizer
 from ..data.labels import numbers, texts
 from ..data.rows import DatasetRows
@@ -32,6 +33,13 @@ class ORTModelForSequenceClassification(TextModel):
     """Model for text classification and regression: `logits: (batch, num_labels)`; cross-encoders can rank documents."""
 
     task = "text-classification"
+
+    def _load_config(self) -> Any:
+        config = super()._load_config()
+        # The config of a language model that reranks has no labels. The model returns one score.
+        if config is not None and sentence_settings(self.artifact.path).answers:
+            config.num_labels = 1
+        return config
 
     def predict(
         self,

@@ -33,7 +33,11 @@ EXCEPTIONS = (
     ("cohere", ("accel/serving/http/",), "a company, whose HTTP interface is offered"),
     ("Attention", ("accel_plugins/",), "an operator of ONNX Runtime"),
     ("MultiHeadAttention", ("accel_plugins/",), "an operator of ONNX Runtime"),
-    ("Transformer", ("accel/artifact/sentence_settings.py",), "a module of sentence-transformers"),
+    (
+        "Transformer",
+        ("accel/artifact/sentence_settings.py", "accel/artifact/sentence_fields.py"),
+        "a module of sentence-transformers",
+    ),
     ("WhisperGenerationMixin", ("accel/upstream/long_form_speech.py",), "the private name that this module is about"),
     ("__name__", ("accel/data/columns.py",), "classes of `datasets`, which is not imported for them"),
     (

@@ -25,6 +25,8 @@ OTHER_MEANINGS = {
     ("accel/artifact/sentence_settings.py", "cross-encoder"),
     ("accel/artifact/sentence_settings.py", "feature-extraction"),
     ("accel/artifact/sentence_settings.py", "sequence-classification"),
+    ("accel/artifact/sentence_settings.py", "fill-mask"),
+    ("accel/artifact/sentence_settings.py", "text-generation"),
 }
 
 

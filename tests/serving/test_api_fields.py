@@ -37,6 +37,8 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "help"}], "temperature": 0, "max_tokens": 6},
     "/v1/completions": {"prompt": "help", "temperature": 0, "max_tokens": 6},
     "/v2/embed": {"texts": ["my card"]},
+    "/embed_sparse": {"inputs": "my card"},
+    "/embed_all": {"inputs": "my card"},
     "/v2/rerank": {"query": "help", "documents": ["bank", "card"]},
     "/embed": {"inputs": "my card"},
     "/rerank": {"query": "help", "texts": ["bank", LONG]},
@@ -128,6 +130,8 @@ ALONG: dict[tuple[str, str], dict[str, Any]] = {
     ("/embed", "truncation_direction"): {"inputs": LONG},
     ("/embed", "truncate"): {"inputs": LONG},
     ("/v2/embed", "truncate"): {"texts": [LONG]},
+    ("/embed_sparse", "truncation_direction"): {"inputs": LONG},
+    ("/embed_all", "truncation_direction"): {"inputs": LONG},
 }
 """For each path and field, the other fields that are also sent, because the field alone has no effect."""
 
@@ -136,6 +140,19 @@ ALONG: dict[tuple[str, str], dict[str, Any]] = {
 def client(shared: Callable[..., Path], served: Callable[[str], accel.ORTModel]) -> Iterator[TestClient]:
     def vectors(folder: Path) -> None:
         save_tiny(folder, "bert", "sentence-similarity")
+        # With these files, the model also computes the sparse and multi-vector embeddings of BGE-M3.
+        generator = torch.Generator().manual_seed(0)
+        for name, size in (("sparse_linear", 1), ("colbert_linear", 4)):
+            weight = torch.randn(size, 32, generator=generator)
+            torch.save({"weight": weight, "bias": torch.zeros(size)}, folder / f"{name}.pt")
+        kinds = ("Transformer", "Pooling")
+        entries = [
+            {"path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+            for i, kind in enumerate(kinds)
+        ]
+        (folder / "modules.json").write_text(json.dumps(entries))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
         prompts = {"prompts": {"query": "where is ", "passage": "the "}, "default_prompt_name": None}
         (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
 
@@ -276,7 +293,15 @@ def documents_not_cut(client: TestClient) -> None:
     assert ask(client, "/rerank", truncate=True) == ask(client, "/rerank")
 
 
+def text_not_cut(client: TestClient, path: str) -> None:
+    answer = client.post(path, json={**BASE[path], "model": model_of(path), "inputs": LONG, "truncate": False})
+    assert "tokens, but the model accepts at most 94" in error_text(answer)
+    assert ask(client, path, inputs=LONG, truncate=True) == ask(client, path, inputs=LONG)
+
+
 CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
+    ("/embed_sparse", "truncate"): lambda client: text_not_cut(client, "/embed_sparse"),
+    ("/embed_all", "truncate"): lambda client: text_not_cut(client, "/embed_all"),
     ("/v1/embeddings", "dimensions"): lambda client: reduced(client, "/v1/embeddings", "dimensions"),
     ("/embed", "dimensions"): lambda client: reduced(client, "/embed", "dimensions"),
     ("/v2/embed", "output_dimension"): lambda client: reduced(client, "/v2/embed", "output_dimension"),

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
+from ...models.vector_functions import quantize_embeddings
 from .bodies import Body
 from .endpoints import Endpoint, HttpCall
 from .replies import JsonReply, message_error
@@ -42,7 +43,7 @@ class CohereEmbedBody(Body):
     model: str | None = None
     texts: list[str] = Field(min_length=1)
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    embedding_types: list[Literal["float", "base64"]] | None = Field(default=None, min_length=1)
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = Field(default=None, min_length=1)
     output_dimension: int | None = Field(default=None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
     priority: int | None = None
@@ -54,7 +55,8 @@ class CohereEmbedBody(Body):
         "max_tokens": "remove max_tokens: the server truncates texts to the model's maximum length.",
     }
     remedies: ClassVar[Mapping[str, str]] = {
-        "embedding_types": "request float or base64, and convert the embeddings to integers or bits in the client.",
+        "embedding_types": "request float, base64, binary or ubinary. int8 and uint8 need ranges of many documents: convert float "
+        "embeddings in the client.",
         "input_type": "use an input type for text: this server does not embed images.",
     }
 
@@ -66,6 +68,7 @@ _PROMPTS: Mapping[str, tuple[str, ...]] = {
     "clustering": ("clustering",),
 }
 """Prompt names by Cohere's `input_type`, equal to those of `encode_query` and `encode_document` in sentence-transformers."""
+_SIDES = {"search_query": "query", "search_document": "document"}
 _CUT: Mapping[str, dict[str, Any]] = {
     "NONE": {"truncation": False},
     "START": {"truncation_side": "left"},
@@ -89,11 +92,15 @@ async def _embed(call: HttpCall, body: CohereEmbedBody) -> Response:
     call.check_batch(len(body.texts))
     vectors: np.ndarray[Any, Any] = await call.ask(
         body.texts, operation="embed", model=body.model, normalize_embeddings=True, truncate_dim=body.output_dimension,
-        prompt_name=_PROMPTS[body.input_type] if body.input_type is not None else None, **_CUT[body.truncate],
+        prompt_name=_PROMPTS[body.input_type] if body.input_type is not None else None,
+        side=_SIDES.get(body.input_type or "", ""), **_CUT[body.truncate],
     )  # fmt: skip
     embeddings: dict[str, Any] = {}
     for kind in body.embedding_types or ["float"]:
-        embeddings[kind] = vectors.tolist() if kind == "float" else [encoded(row) for row in vectors]
+        if kind == "base64":
+            embeddings[kind] = [encoded(row) for row in vectors]
+        else:
+            embeddings[kind] = quantize_embeddings(vectors, "float32" if kind == "float" else kind).tolist()
     return JsonReply(
         {
             "id": call.id,

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
+from ...artifact.sentence_settings import PROMPTS
 from .bodies import Body
 from .cohere import encoded
 from .endpoints import Endpoint, HttpCall
@@ -27,6 +28,7 @@ class EmbeddingsBody(Body):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
+    input_type: Literal["query", "document", "passage"] | None = None
     user: str | None = None
 
     ignored: ClassVar[Mapping[str, str]] = {"user": "The field identifies the end user for OpenAI."}
@@ -36,8 +38,15 @@ async def _embeddings(call: HttpCall, body: EmbeddingsBody) -> Response:
     texts = listed(body.input)
     call.check_batch(len(texts))
     model = call.server.model_for(body.model, "embed")
+    side = "" if body.input_type is None else "query" if body.input_type == "query" else "document"
+    prompts = {"prompt_name": PROMPTS[side], "side": side} if side else {}
     vectors: np.ndarray[Any, Any] = await call.ask(
-        texts, operation="embed", model=model, truncate_dim=body.dimensions, normalize_embeddings=body.normalize
+        texts,
+        operation="embed",
+        model=model,
+        truncate_dim=body.dimensions,
+        normalize_embeddings=body.normalize,
+        **prompts,
     )
     rows: list[Any] = [encoded(row) for row in vectors] if body.encoding_format == "base64" else vectors.tolist()
     data = [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)]

@@ -9,8 +9,6 @@ from ...errors import did_you_mean
 from .replies import ErrorShape, HttpError, error_text, message_error, plain_error, text_error
 
 UNSUPPORTED = {
-    "/embed_all": "send token ids to `/v2/models/NAME/infer`, which returns the model's output for each token.",
-    "/embed_sparse": "use `/embed`, which returns dense embeddings; this server does not compute sparse embeddings.",
     "/predict": "use `/classify`, which returns labels with scores.",
     "/similarity": "use `/embed`, and compute the dot product of two embeddings, which is equal to their cosine similarity.",
     "/decode": "decode the token ids in the client, with the tokenizer of the model.",
