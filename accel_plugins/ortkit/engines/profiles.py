@@ -39,9 +39,15 @@ def complete(component: Component, requested: Profile, shapes: Mapping[str, int]
     return profile
 
 
-def provider_options(component: Component, profile: Profile) -> dict[str, str]:
-    """Return a profile as ONNX Runtime's provider options: `input_ids:1x1,attention_mask:1x1` and so on."""
+def provider_options(component: Component, profile: Profile, prefix: str) -> dict[str, str]:
+    """Return a profile as ONNX Runtime's provider options: `input_ids:1x1,attention_mask:1x1` and so on.
+
+    Args:
+        component: The graph.
+        profile: The sizes of all axes.
+        prefix: The prefix of the option names: `trt` or `nv`.
+    """
     varying = [spec for spec in component.inputs if any(isinstance(d, str) for d in spec.shape)]
     if not varying:
         return {}
-    return {f"trt_profile_{word}_shapes": shapes_text(varying, profile, word) for word in ("min", "opt", "max")}
+    return {f"{prefix}_profile_{word}_shapes": shapes_text(varying, profile, word) for word in ("min", "opt", "max")}
