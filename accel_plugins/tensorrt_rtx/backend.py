@@ -21,6 +21,7 @@ from ..ortkit.engines.profiles import complete, provider_options
 from ..ortkit.engines.session import EngineSession
 from ..ortkit.provider import ProviderBackend
 from ..ortkit.runtime.nvidia import device_index, survey_gpus, unusable_gpus
+from ..ortkit.runtime.session import is_float8
 from . import FORMAT, SPEC
 from .exporter import EngineExporter, check_target, rtx_version
 
@@ -122,7 +123,8 @@ class TensorrtRtxBackend(ProviderBackend):
                 fix="pip install torch --index-url https://download.pytorch.org/whl/cu130",
             )
         check_target(artifact, request.device)
-        computes = artifact.dtype if artifact.manifest.quantization is None else "int8"
+        quantized = "float8_e4m3fn" if is_float8(artifact) else "int8"
+        computes = artifact.dtype if artifact.manifest.quantization is None else quantized
         return {
             component.name: EngineSession(
                 (artifact.path / component.file).read_bytes(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel.artifact import Artifact
 from accel.config import ExportConfig
-from accel.errors import TargetMismatchError
+from accel.errors import ConfigError, TargetMismatchError
 from accel.interfaces.shape_profiles import read_profile
 from accel.interfaces.specs import DeviceSpec
 
@@ -16,6 +16,7 @@ from ..ortkit.engines.artifacts import build_engines
 from ..ortkit.engines.libraries import TENSORRT_RTX
 from ..ortkit.export.exporter import OnnxExporter
 from ..ortkit.runtime.nvidia import compute_capability
+from ..ortkit.runtime.session import is_float8
 from . import FORMAT
 
 
@@ -34,10 +35,14 @@ class EngineExporter(OnnxExporter):
         """Build an engine for every graph; see `accel.interfaces.protocols.CompilingExporter`.
 
         The option `capabilities` lists the compute capabilities of the GPUs that run the engines, for example `8.6,8.9`. The
-        default is all of them: an engine for all is not larger, because kernels are compiled when an engine is loaded. The option
-        `profile` sets the sizes of axes, for example `batch=1:8:32,sequence=16:128:384`.
+        default is all of them, for graphs with float8 all that have float8. An engine for all is not larger, because kernels are
+        compiled when an engine is loaded. The option `profile` sets the sizes of axes, for example
+        `batch=1:8:32,sequence=16:128:384`.
+
+        Raises:
+            ConfigError: The library does not build for one of the compute capabilities, or its GPUs have no float8 arithmetic.
         """
-        capabilities = _capabilities(config.options.get("capabilities", ""))
+        capabilities = _capabilities(config.options.get("capabilities", ""), float8=is_float8(artifact))
         return build_engines(
             artifact,
             out,
@@ -79,7 +84,15 @@ def check_target(artifact: Artifact, device: DeviceSpec) -> None:
         )
 
 
-def _capabilities(text: str) -> tuple[str, ...]:
-    """Return the compute capabilities of the option; all capabilities that the library builds for by default."""
+def _capabilities(text: str, *, float8: bool) -> tuple[str, ...]:
+    """Return the compute capabilities of the option, or all capabilities that can run the graphs."""
+    without = TENSORRT_RTX.without_float8 if float8 else ()
+    possible = tuple(capability for capability, _ in TENSORRT_RTX.builds_for if capability not in without)
     named = tuple(word.strip() for word in text.split(",") if word.strip())
-    return named or tuple(capability for capability, _ in TENSORRT_RTX.builds_for)
+    refused = [capability for capability in named if capability in without]
+    if refused:
+        raise ConfigError(
+            f"The graph computes in float8, and GPUs with the compute capability {', '.join(refused)} have no float8 arithmetic.",
+            fix=f"use capabilities={','.join(possible)}, or quantize the model with the scheme static-int8.",
+        )
+    return named or possible

@@ -32,6 +32,7 @@ class EngineLibrary:
         install: The command that installs the module.
         builds_for: Compute capabilities that the builder compiles for on any machine, with the names in the library's
             `ComputeCapability`. Empty if the builder compiles only for the GPU of this machine.
+        without_float8: Compute capabilities of GPUs without float8 arithmetic. The builder refuses graphs with float8 for them.
         times_kernels: Whether the builder measures kernels, and stores the times in a timing cache.
         distributions: The packages whose versions an artifact records.
     """
@@ -41,6 +42,7 @@ class EngineLibrary:
     backend: str
     install: str
     builds_for: tuple[tuple[str, str], ...] = ()
+    without_float8: tuple[str, ...] = ()
     times_kernels: bool = True
     distributions: tuple[str, ...] = ()
 
@@ -69,6 +71,7 @@ TENSORRT_RTX = EngineLibrary(
     backend="tensorrt-rtx",
     install='pip install "accel-transformers[tensorrt-rtx]"',
     builds_for=(("8.0", "SM80"), ("8.6", "SM86"), ("8.9", "SM89"), ("12.0", "SM120"), ("12.1", "SM121")),
+    without_float8=("8.0", "8.6"),
     times_kernels=False,
     distributions=("tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"),
 )

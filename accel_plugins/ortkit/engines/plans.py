@@ -144,7 +144,7 @@ def _parsed(trt: Any, builder: Any, logger: Any, graph: Path, library: EngineLib
         errors = "; ".join(_message(parser.get_error(i)) for i in range(parser.num_errors))
         raise SessionError(
             f"{library.title} cannot read the ONNX graph {graph.name}: {errors[:_LONGEST_ERROR]}",
-            fix=f"use a graph without com.microsoft operators: accel optimize --backend {library.backend}.",
+            fix="run the model with another backend, such as cuda or cpu, which have kernels for these operators.",
         )
     return network, parser
 
