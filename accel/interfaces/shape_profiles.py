@@ -74,7 +74,10 @@ def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
     """Return the smallest, usual and largest shape of one input."""
 
     def at(name: str) -> Shape:
-        sizes = (d if isinstance(d, int) else sum(getattr(profile[axis], name) for axis in d.split(_PLUS)) for d in spec.shape)
+        sizes = (
+            d if isinstance(d, int) else sum(getattr(profile[axis], name) for axis in d.split(_PLUS))
+            for d in spec.shape
+        )
         return tuple(sizes)
 
     return at("least"), at("usual"), at("most")

@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         "--artifacts",
         type=Path,
         metavar="DIR",
-        help="what --export-to wrote, to be run on this machine's GPU; with --backends tensorrt-rtx: float16 graphs to reuse",
+        help="what --export-to wrote; or, for tensorrt-rtx, a folder of float16 graphs",
     )
     return argument_parser
 
