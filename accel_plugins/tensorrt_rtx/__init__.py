@@ -36,7 +36,7 @@ SPEC = BackendSpec(
             excludes=(GENERATES,),
             searched=False,
         ),
-        Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_DTYPES, "int8"), device_io=True),
+        # `ProviderBackend` reads the options of the first capability for this stage.
         Capability(
             stage="run",
             consumes="onnx",
@@ -57,6 +57,7 @@ SPEC = BackendSpec(
             ),
             thread_safe=True,
         ),
+        Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_DTYPES, "int8"), device_io=True),
         *NVIDIA,
     ),
 )
