@@ -428,12 +428,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "entropy"),
     Refusal(
-        lambda c: c.quantizer in ("cuda", "tensorrt", "tensorrt-rtx") and _sets(c, "symmetric=false"), "does not support symmetric"
+        lambda c: c.quantizer in ("cuda", "tensorrt", "tensorrt-rtx") and _sets(c, "symmetric=false"),
+        "does not support symmetric",
     ),
     # The calibration batches of the matrix fit only the first graph of a model. In image-text-to-text, the first graph
     # reads one image per call.
     Refusal(
-        lambda c: _has_parts(c.task) and c.quantizer in ("cpu", "cuda", "tensorrt", "tensorrt-rtx") and c.scheme.startswith("static"),
+        lambda c: (
+            _has_parts(c.task)
+            and c.quantizer in ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+            and c.scheme.startswith("static")
+        ),
         "the graph also needs|does not run on a calibration batch",
         takes_long=True,
     ),

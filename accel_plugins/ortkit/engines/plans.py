@@ -190,6 +190,8 @@ def _monitor(trt: Any, report: Report) -> Any:
             return True
 
         def phase_finish(self, phase_name: str) -> None:
-            self._totals.pop(phase_name, None)
+            total = self._totals.pop(phase_name, None)
+            if total is not None:
+                report("building the engine", total, total)
 
     return Monitor()

@@ -79,7 +79,9 @@ def sums_of_axes(component: Component) -> tuple[str, ...]:
 
     A decoder has them if its KV cache grows, instead of being a buffer with a fixed capacity.
     """
-    return tuple(dict.fromkeys(dim for spec in component.inputs for dim in spec.shape if " + " in str(dim)))
+    return tuple(
+        dict.fromkeys(dim for spec in component.inputs for dim in spec.shape if isinstance(dim, str) and " + " in dim)
+    )
 
 
 def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
