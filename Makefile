@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 # Processes that tests start read the bytecode that the first one wrote.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test check docs bench bench-peers sweep endurance release clean
+.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test rtx-test check docs bench bench-peers sweep endurance release clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -108,6 +108,12 @@ gpu-test:
 	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json
 	$(GPU_PYTHON) benchmarks/gpu.py benchmarks/gpu.json --benchmark
 	$(GPU_PYTHON) benchmarks/gpu_generation.py benchmarks/gpu_generation.json
+
+# On a machine with an RTX GPU: what the tests of tensorrt-rtx skip elsewhere. GPU_PYTHON has torch for CUDA
+# (`pip install ".[tensorrt-rtx]"` and pytest).
+rtx-test:
+	$(GPU_PYTHON) -m accel doctor
+	$(GPU_PYTHON) -m pytest -rs tests/backends/test_tensorrt_rtx.py
 
 # The sdist and the wheel in dist/, checked by twine, and the wheel tried in an environment of its own.
 RELEASE := .venv-release

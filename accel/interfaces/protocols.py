@@ -143,6 +143,33 @@ class Exporter(Protocol):
         """
 
 
+@runtime_checkable
+class CompilingExporter(Exporter, Protocol):
+    """An exporter for a format that is compiled from ONNX graphs, also on machines that cannot run the format.
+
+    `export` writes an ONNX artifact. accel compares this artifact with the PyTorch model on a CPU, and then calls `compile`. If a
+    device of the backend is available, accel also compares the compiled artifact. The capability for the compiled format has
+    `consumes="onnx"`, so `accel export` also compiles existing ONNX artifacts, such as quantized artifacts.
+    """
+
+    def compile(
+        self, artifact: Artifact, *, config: ExportConfig, out: Path, report: Callable[[str, int, int | None], None]
+    ) -> Artifact:
+        """Write the compiled graphs and their manifest, and copy the other files of the artifact.
+
+        Args:
+            artifact: An artifact in the format `onnx`.
+            config: Export settings; `options` are the options of the capability for the compiled format.
+            out: An existing folder.
+            report: Function that is called with a description of the current step, the number of finished steps and the total
+                number of steps.
+
+        Raises:
+            ExportError: The graphs contain operators that the compiler does not support.
+            SessionError: The compiler failed.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedExport:
     """Result of `QuantizingExporter.export_quantized`.

@@ -14,6 +14,7 @@ from ..artifact.tensor_specs import TensorSpec
 from ..errors import ConfigError
 
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
+_PLUS = " + "  # joins the axes of a dimension that is their sum
 LONGEST = 512
 """Largest sequence length in a profile for a model without a limit of the sequence length."""
 
@@ -61,15 +62,23 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
 
 
 def axes_of(component: Component) -> tuple[str, ...]:
-    """Return the names of all variable axes of a graph's inputs, in the order of the inputs. The KV cache inputs are included."""
-    return tuple(dict.fromkeys(axis for spec in component.inputs for axis in spec.shape if isinstance(axis, str)))
+    """Return the names of all variable axes of a graph's inputs, in the order of the inputs. The KV cache inputs are included.
+
+    A sum of axes, such as `capacity + sequence`, counts as its summands.
+    """
+    dims = (dim for spec in component.inputs for dim in spec.shape if isinstance(dim, str))
+    return tuple(dict.fromkeys(axis for dim in dims for axis in dim.split(_PLUS)))
 
 
 def shapes_of(spec: TensorSpec, profile: Profile) -> tuple[Shape, Shape, Shape]:
     """Return the smallest, usual and largest shape of one input."""
 
     def at(name: str) -> Shape:
-        return tuple(d if isinstance(d, int) else getattr(profile[d], name) for d in spec.shape)
+        sizes = (
+            d if isinstance(d, int) else sum(getattr(profile[axis], name) for axis in d.split(_PLUS))
+            for d in spec.shape
+        )
+        return tuple(sizes)
 
     return at("least"), at("usual"), at("most")
 

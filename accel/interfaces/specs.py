@@ -121,7 +121,8 @@ class Capability:
 
     Attributes:
         stage: `prepare`, `export`, `optimize`, `quantize` or `run`.
-        consumes: Artifact format that the backend reads. `None` for `prepare` and `export`, which read a PyTorch model.
+        consumes: Artifact format that the backend reads. `None` for `prepare` and `export`, which read a PyTorch model. `onnx` for an
+            `export` that is compiled from ONNX graphs (`CompilingExporter`).
         produces: Artifact format that the backend writes. `None` for `run`, and for `prepare`, which returns a PyTorch model.
         devices: Types of the supported devices.
         dtypes: Artifact dtypes that the backend reads or writes.

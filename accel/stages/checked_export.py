@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import capture, progress
-from ..artifact.atomic_folder_writing import copy_companions, staging
+from ..artifact.atomic_folder_writing import copy_companions, scratch, staging
 from ..artifact.hub import HubOptions
 from ..artifact.manifest import PADDING_DIFFERENCE, Artifact
 from ..artifact.resolved_model import ResolvedModel
@@ -22,8 +22,10 @@ from ..backends.sessions import OpenSessions, open_plan
 from ..backends.stage_backend_selection import StagePlan
 from ..config import ExportConfig, check_names
 from ..errors import ConfigError, ExportError, SessionError, TaskError, ValidationError
-from ..interfaces.protocols import Exporter
+from ..interfaces.protocols import CompilingExporter, Exporter
+from ..interfaces.specs import DeviceSpec
 from ..interfaces.task_registry import is_adapter, task_spec
+from .compiled_export import compile_artifact, compiles
 from .graph_comparison import compare_with_model
 from .probe_recording import probes_for, record_probes
 
@@ -44,15 +46,38 @@ def export_resolved(
     axes: Mapping[str, Mapping[int, str]] | None = None,
     processor: Any = None,
 ) -> Artifact:
-    """Export a resolved model, which is already on this machine. The arguments are those of `export`."""
-    started = time.perf_counter()
-    name = plan.backend.name
+    """Export a resolved model, which is already on this machine. The arguments are those of `export`.
+
+    If the format is compiled from ONNX graphs, the ONNX graphs are compared with PyTorch on a CPU before they are compiled.
+    """
     check_export(resolved, plan, config)
+    inputs: dict[str, Any] = {"sample": sample, "axes": axes, "processor": processor}
+    if not compiles(plan):
+        return _exported(resolved, out, plan=plan, config=config, **inputs)
+    with scratch() as folder:
+        graphs = _exported(resolved, folder / "onnx", plan=plan, config=config, **inputs)
+        return compile_artifact(graphs, out, plan=plan, config=config)
+
+
+def _exported(
+    resolved: ResolvedModel,
+    out: Path,
+    *,
+    plan: StagePlan,
+    config: ExportConfig,
+    sample: Mapping[str, torch.Tensor] | None,
+    axes: Mapping[str, Mapping[int, str]] | None,
+    processor: Any,
+) -> Artifact:
+    """Write what the exporter writes, and compare it with PyTorch."""
+    started = time.perf_counter()
     exporter: Exporter = plan.worker()
+    # A compiling exporter also works on machines that cannot run its backend.
+    backend = None if isinstance(exporter, CompilingExporter) else plan.backend.name
     progress.report("loading the model", 0, 4)
     source = load_source(resolved, config, sample=sample, axes=axes)
     try:
-        artifact = _export_source(source, out, name, exporter, config, processor, started, resolved.hub)
+        artifact = _export_source(source, out, backend, exporter, config, processor, started, resolved.hub)
     except (ExportError, ValidationError) as error:
         # Tracing may fail if the image size is dynamic, and the traced attention may give other results for padded audio.
         # Therefore export again with a fixed image size or with eager attention.
@@ -63,7 +88,7 @@ def export_resolved(
             raise
         how = "for images of a fixed size" if fixed is not None else "with eager attention"
         logger.info("exporting %s again %s: %s", source.origin.id, how, error.message)
-        artifact = _export_source(other, out, name, exporter, config, processor, started, resolved.hub)
+        artifact = _export_source(other, out, backend, exporter, config, processor, started, resolved.hub)
     progress.report("exported", 4, 4)
     seconds = artifact.manifest.steps[-1].seconds
     logger.info("exported %s for %s to %s in %.1f s", source.origin.id, source.task, out, seconds)
@@ -94,7 +119,7 @@ def check_export(resolved: ResolvedModel, plan: StagePlan, config: ExportConfig)
 def _export_source(
     source: capture.Source,
     out: Path,
-    backend: str,
+    backend: str | None,
     exporter: Exporter,
     config: ExportConfig,
     processor: Any,
@@ -219,7 +244,7 @@ def load_source(
 
 def _check(
     artifact: Artifact,
-    backend: str,
+    backend: str | None,
     cases: Mapping[str, list[capture.Case]],
     config: ExportConfig,
     hub: HubOptions,
@@ -240,21 +265,22 @@ def _check(
 
 
 @contextmanager
-def opened(artifact: Artifact, backend: str, hub: HubOptions, *, exact: bool = False) -> Iterator[OpenSessions]:
+def opened(artifact: Artifact, backend: str | None, hub: HubOptions, *, exact: bool = False) -> Iterator[OpenSessions]:
     """Open the graphs of a new artifact for a comparison, and close them at the end.
 
     Args:
         artifact: The artifact.
-        backend: Name of the backend that exported it.
+        backend: Name of the backend that exported it, or `None` for the backend that is selected for the CPU.
         hub: Hub options of the model.
         exact: Whether layers with quantized weights compute in float32.
 
     Raises:
         ExportError: The backend cannot run a graph.
     """
-    devices = registry.probe(registry.describe(backend)).devices
+    devices = (DeviceSpec("cpu"),) if backend is None else registry.probe(registry.describe(backend)).devices
     on_host = artifact.manifest.run is None and any(device.type == "cpu" for device in devices)
     settings = RunPreferences(backend=backend, device="cpu" if on_host else None)
+    where = "" if backend is None else f" on the backend {backend!r}"
     try:
         plan = make_plan(ResolvedModel.of_artifact(artifact, hub), settings)
         sessions = open_plan(plan, few_calls=True, states=False, exact=exact)
@@ -264,6 +290,6 @@ def opened(artifact: Artifact, backend: str, hub: HubOptions, *, exact: bool = F
             sessions.close()
     except SessionError as error:
         raise ExportError(
-            f"The exported graph of {artifact.manifest.architecture} does not run on the backend {backend!r}: {error.message}",
+            f"The exported graph of {artifact.manifest.architecture} does not run{where}: {error.message}",
             fix="export the model with another backend=..., or run the model with backend='pytorch'.",
         ) from error

@@ -27,6 +27,7 @@ from ..errors import (
 )
 from ..interfaces.task_registry import is_adapter
 from .checked_export import export_resolved
+from .compiled_export import compile_artifact, compiles
 from .foreign_folders import weights_of
 from .quantized_export import export_to_scheme
 from .resolution import resolve
@@ -66,7 +67,8 @@ def export(
     the same dtype, and less than twice the weights plus 1 GiB if the model holds them in memory.
 
     Args:
-        model: Hub id, transformers folder, PEFT adapter folder, GGUF file, or a module in memory.
+        model: Hub id, transformers folder, PEFT adapter folder, GGUF file, or a module in memory. For a format that is compiled
+            from ONNX graphs (`tensorrt_rtx`): also an ONNX artifact, for example a quantized artifact.
         out: The output folder; must be missing or empty.
         task: The name of a task or a synonym; inferred from the config when `None`.
         backend: The backend that exports. When `None`, the default backend for `format`.
@@ -103,6 +105,8 @@ def export(
         gguf_file=gguf_file,
     )
     target = check_output(out, Path(model) if isinstance(model, str | os.PathLike) else None)
+    if compiles(plan) and (graphs := _graphs(model)) is not None:
+        return compile_artifact(graphs, target, plan=plan, config=config)
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
     inputs = {"sample": sample, "axes": axes, "processor": processor}
     with capture.modes_kept(model):
@@ -110,6 +114,15 @@ def export(
             return export_resolved(resolved, target, plan=plan, config=config, **inputs)
         scheme = plan_scheme(quantize, exporter=plan, backend=backend)
         return export_to_scheme(resolved, target, plan=scheme, config=config, **inputs)
+
+
+def _graphs(model: Any) -> Artifact | None:
+    """Return a model that already is an artifact; `None` for a model with PyTorch weights."""
+    if isinstance(model, Artifact):
+        return model
+    if isinstance(model, str | os.PathLike) and (Path(model) / MANIFEST).is_file():
+        return Artifact.load(Path(model))
+    return None
 
 
 def with_artifact(plan: Plan) -> Plan:

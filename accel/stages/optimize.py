@@ -106,7 +106,7 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
     Raises:
         ValidationError: The outputs differ by more than the tolerance.
     """
-    cases = _parent_cases(parent)
+    cases = parent_cases(parent)
     # Half precision in PyTorch itself changes an encoder's hidden states by up to 1.4 % of the largest (a small BART).
     rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
     sessions = open_plan(make_plan(result), few_calls=True, exact=True)
@@ -126,7 +126,7 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
         sessions.close()
 
 
-def _parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
+def parent_cases(parent: Artifact) -> dict[str, list[capture.Case]]:
     """Return test inputs of several shapes for every graph of an artifact, with the outputs of this artifact as expected outputs."""
     sessions = open_plan(make_plan(parent), few_calls=True, exact=True)
     try:

@@ -54,6 +54,8 @@ class ProviderBackend:
             the provider is missing.
         kernel_dtype: The floating-point type in which the kernels compute every graph. `None` means the data type of
             the graph.
+        device_types: Names of the provider's device types, for types whose name in `accel` differs from the name in ONNX
+            Runtime, such as `{"gpu": "cuda"}`.
         own_lengths: Whether the provider's `GroupQueryAttention` kernel accepts a different length for each row of the
             batch.
     """
@@ -62,6 +64,7 @@ class ProviderBackend:
     provider: ClassVar[str]
     install: ClassVar[str]
     kernel_dtype: ClassVar[str | None] = None
+    device_types: ClassVar[Mapping[str, str]] = {}
     own_lengths: ClassVar[bool] = False
 
     # A subclass may override the following methods.
@@ -240,7 +243,7 @@ class ProviderBackend:
             if self.provider in ort.get_available_providers():
                 return self.devices(), None
             return (), Reason("provider", f"this ONNX Runtime build has no {self.provider}", self.install)
-        specs = device_specs(provider_devices(self.provider))
+        specs = device_specs(provider_devices(self.provider), self.device_types)
         # A library may also list the CPU, because it computes some operators on the CPU. Keep only the device types
         # that the spec declares.
         devices = tuple(spec for spec in specs if spec.type in self._run_types())
@@ -292,7 +295,7 @@ class ProviderBackend:
         if self._loaded_library() is None:
             return ()
         devices = provider_devices(self.provider)
-        specs = device_specs(devices)
+        specs = device_specs(devices, self.device_types)
         chosen = tuple(
             native
             for native, spec in zip(devices, specs, strict=True)

@@ -14,6 +14,9 @@ from accel.errors import ConfigError, SessionError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
+from ..ortkit.engines.libraries import TENSORRT as LIBRARY
+from ..ortkit.engines.profiles import complete, provider_options
+from ..ortkit.engines.session import EngineSession
 from ..ortkit.graph.editing import load_graph
 from ..ortkit.runtime.device_session import DeviceSession
 from ..ortkit.runtime.nvidia import CUDA, TENSORRT, judge, on_gpu, survey
@@ -21,9 +24,7 @@ from ..ortkit.runtime.session import for_float8, open_runtime
 from . import FORMAT
 from .building import EngineExporter
 from .caches import EngineMachine, check_target, engine_cache, timing_cache
-from .engines import INSTALL, EngineSession
 from .options import TensorrtOptions, precision_flags, precisions, read_options
-from .profiles import complete, provider_options
 
 
 class TensorrtBackend:
@@ -38,11 +39,13 @@ class TensorrtBackend:
             verdict = judge(survey(TENSORRT))
         # Third-party libraries may raise anything: report every exception as a reason instead of crashing.
         except Exception as error:  # noqa: BLE001
-            reason = Reason("probe-failed", f"the check for TensorRT failed: {type(error).__name__}: {error}", INSTALL)
+            reason = Reason(
+                "probe-failed", f"the check for TensorRT failed: {type(error).__name__}: {error}", LIBRARY.install
+            )
             return Probe(reasons=(reason,))
         version = tensorrt_version()
         if version is None:
-            reason = Reason("no-tensorrt", "the package tensorrt is not installed", INSTALL)
+            reason = Reason("no-tensorrt", "the package tensorrt is not installed", LIBRARY.install)
             return replace(verdict, devices=(), reasons=(*verdict.reasons, reason))
         return replace(verdict, versions={**verdict.versions, "tensorrt": version})
 
@@ -126,7 +129,7 @@ class TensorrtBackend:
                 provider=TENSORRT,
                 provider_options={
                     **options.provider,
-                    **provider_options(component, profile),
+                    **provider_options(component, profile, "trt"),
                     **precision_flags(low),
                     "trt_engine_cache_enable": "1",
                     "trt_engine_cache_path": str(cache),

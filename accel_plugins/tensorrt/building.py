@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from accel.artifact import Artifact, Step, copy_companions, record_files, scratch, tool_versions
-from accel.capture import Source, usual_sizes_in
+import onnx_ir as ir
+
+from accel.artifact import Artifact, scratch
+from accel.capture import Source
 from accel.config import ExportConfig
-from accel.errors import ConfigError, ExportError
-from accel.interfaces.shape_profiles import Profile, read_profile, shapes_of
+from accel.errors import ExportError
+from accel.interfaces.shape_profiles import Profile, read_profile
 from accel.interfaces.specs import DeviceSpec, Probe
 
+from ..ortkit.engines.artifacts import build_engines
+from ..ortkit.engines.libraries import TENSORRT
+from ..ortkit.engines.session import EngineSession, check_precisions
 from ..ortkit.export.exporter import OnnxExporter
-from ..ortkit.graph.editing import MICROSOFT, load_graph
 from ..ortkit.runtime.nvidia import on_gpu
 from . import FORMAT
 from .caches import EngineMachine, timing_cache
-from .engines import EngineSession, build_plan, check_precisions
 from .options import precisions
-from .profiles import complete
 
 
 def build(
@@ -43,47 +43,27 @@ def build(
         ExportError: The graph has operators that TensorRT does not support.
         SessionError: TensorRT cannot build an engine for the graph.
     """
-    if artifact.format != "onnx":
-        raise ConfigError(
-            f"Engines are built from ONNX graphs, but the artifact has the format {artifact.format}.",
-            fix="export the model to ONNX.",
+    # TensorRT builds for the current GPU, so make the requested GPU current.
+    with on_gpu(device.index):
+        return build_engines(
+            artifact,
+            out,
+            library=TENSORRT,
+            format=FORMAT,
+            target=machine.target(),
+            profile=profile,
+            times=timing_cache(machine) / "times.bin",
+            inspect=lambda plan, model: _inspect(plan, model, device),
         )
-    started = time.perf_counter()
-    components, sizes = [], {}
-    for component in artifact.components:
-        model = load_graph(artifact, component)
-        ort_operators = sorted({node.op_type for graph in model.graphs() for node in graph if node.domain == MICROSOFT})
-        if ort_operators:
-            raise ExportError(
-                f"The graph {component.file} has operators of ONNX Runtime that TensorRT does not support: {', '.join(ort_operators)}.",
-                fix="use the artifact from before it was optimized, or optimize it with --backend tensorrt.",
-            )
-        full_profile = complete(component, profile or {}, usual_sizes_in(artifact.path, component.inputs))
-        sizes[component.name] = {axis: str(size) for axis, size in full_profile.items()}
-        # TensorRT builds for the current GPU, so make the requested GPU current.
-        with on_gpu(device.index):
-            plan = build_plan(
-                artifact.path / component.file,
-                {spec.name: shapes_of(spec, full_profile) for spec in component.inputs},
-                times=timing_cache(machine) / "times.bin",
-            )
-        engine = EngineSession(plan, device)
-        try:
-            check_precisions(engine.information(), precisions(model))
-        finally:
-            engine.close()
-        file = f"{component.name}.plan"
-        (out / file).write_bytes(plan)
-        components.append(replace(component, file=file, files=record_files(out, [file]), domains=None))
-    copy_companions(artifact.path, out)
-    step = Step(
-        stage="export",
-        backend="tensorrt",
-        config={"profile": sizes},
-        versions=tool_versions("tensorrt"),
-        seconds=round(time.perf_counter() - started, 2),
-    )
-    return artifact.after(step, out, components=components, format=FORMAT, target=machine.target())
+
+
+def _inspect(plan: bytes, model: ir.Model, device: DeviceSpec) -> None:
+    """Load an engine, and check that it has tensors in every low-precision data type of its graph."""
+    engine = EngineSession(plan, device)
+    try:
+        check_precisions(engine.information(), precisions(model))
+    finally:
+        engine.close()
 
 
 class EngineExporter:
@@ -115,5 +95,5 @@ class EngineExporter:
             )
         device = probe.devices[0]
         with scratch() as folder:
-            graph = OnnxExporter("tensorrt").export(source, task=task, config=config, out=folder)
+            graph = OnnxExporter("tensorrt", attention=None).export(source, task=task, config=config, out=folder)
             return build(graph, out, device=device, machine=EngineMachine.of(device, probe.versions), profile=profile)

@@ -85,6 +85,7 @@ NATIVE: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"enable_mem_pattern": False},
     "openvino": {"PERF_COUNT": False},
     "tensorrt": {"enable_mem_pattern": False},
+    "tensorrt-rtx": {"enable_mem_pattern": False},
 }
 PROVIDER: Mapping[str, Mapping[str, Any]] = {
     "inductor": {"keep_slower": True, "freezing": False},
@@ -97,6 +98,17 @@ PROVIDER: Mapping[str, Mapping[str, Any]] = {
     },
     "pytorch": {"cuda_graph": True},
     "tensorrt": {"trt_builder_optimization_level": 1, "profile": "batch=1:2:8,sequence=1:8:64"},
+    "tensorrt-rtx": {
+        "device_id": 0,
+        "enable_cuda_graph": False,
+        "nv_detailed_build_log": False,
+        "nv_dump_subgraphs": False,
+        "nv_max_shared_mem_size": 0,
+        "nv_max_workspace_size": 2**30,
+        "nv_op_types_to_exclude": "Erf",
+        "nv_weight_streaming_budget": 0,
+        "profile": "batch=1:2:8,sequence=1:8:64",
+    },
 }
 EXPORTER_OPTIONS: Mapping[str, str] = {"profile": "batch=1:2:8,sequence=1:8:64"}
 
@@ -341,7 +353,7 @@ class Refusal:
 
 
 def _ort(case: Case) -> bool:
-    return case.runner in ("cpu", "cuda", "tensorrt")
+    return case.runner in ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
 
 
 def _has(case: Case, *names: str) -> bool:
@@ -416,12 +428,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(lambda c: c.quantizer == "openvino" and _sets(c, 'calibration="entropy"'), "entropy"),
     Refusal(
-        lambda c: c.quantizer in ("cuda", "tensorrt") and _sets(c, "symmetric=false"), "does not support symmetric"
+        lambda c: c.quantizer in ("cuda", "tensorrt", "tensorrt-rtx") and _sets(c, "symmetric=false"),
+        "does not support symmetric",
     ),
     # The calibration batches of the matrix fit only the first graph of a model. In image-text-to-text, the first graph
     # reads one image per call.
     Refusal(
-        lambda c: _has_parts(c.task) and c.quantizer in ("cpu", "cuda", "tensorrt") and c.scheme.startswith("static"),
+        lambda c: (
+            _has_parts(c.task)
+            and c.quantizer in ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+            and c.scheme.startswith("static")
+        ),
         "the graph also needs|does not run on a calibration batch",
         takes_long=True,
     ),

@@ -37,6 +37,7 @@ _EXAMPLES = """examples:
   python -m tests.sweep --merge part1.json part2.json    the shards' files into one, and the page
   python -m tests.sweep --export-to DIR                  what a machine with a GPU needs
   python -m tests.sweep --artifacts DIR --backends cuda  on that machine
+  python -m tests.sweep --backends tensorrt-rtx          float16 engines, built without a GPU and not run
 """
 
 
@@ -66,7 +67,12 @@ def parser() -> argparse.ArgumentParser:
     add("--page-only", action="store_true", help="write the page from the JSON")
     add("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take the cells of other JSON files")
     add("--export-to", type=Path, metavar="DIR", help="write float16 graphs for a machine with a GPU")
-    add("--artifacts", type=Path, metavar="DIR", help="what --export-to wrote, to be run on this machine's GPU")
+    add(
+        "--artifacts",
+        type=Path,
+        metavar="DIR",
+        help="what --export-to wrote; or, for tensorrt-rtx, a folder of float16 graphs",
+    )
     return argument_parser
 
 
@@ -147,13 +153,19 @@ def _warm_up() -> None:
 
 def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
     from . import gpu, running
-    from .cells import GPU, STAGES, sweep_pair
+    from .cells import GPU, RTX, STAGES, sweep_pair
     from .store import Store, about, digest_of
 
     backends = _backends(options.backends)
     sweep: Any = sweep_pair
     store = Store(options.json)
-    if options.artifacts is not None:
+    if backends == [RTX]:
+        from .engines import sweep_engines
+
+        sweep = functools.partial(sweep_engines, options.artifacts)
+    elif RTX in backends:
+        raise SystemExit(f"Test {RTX} in a run of its own: --backends {RTX}")
+    elif options.artifacts is not None:
         backends = [GPU]
         sweep = functools.partial(gpu.sweep_on_gpu, options.artifacts)
         chosen = [pair for pair in chosen if gpu.is_ready(options.artifacts, pair)]
@@ -167,7 +179,7 @@ def _sweep(options: argparse.Namespace, chosen: Sequence[Any]) -> int:
             if (cell.architecture, cell.task) not in chosen_names or cell.backend not in (*backends, "pytorch")
         }
     store.about = _joined(store.about, about(backends))
-    if options.artifacts is None:
+    if options.artifacts is None or backends == [RTX]:
         _warm_up()
     with _progress(len(chosen), ", ".join(backends)) as advance:
         running.run(

@@ -36,8 +36,9 @@ from .rows import INTEGER_PAIRS, Apart, Company, Row, all_apart, apart, companie
 
 EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, BUILD = "export", "O2", "int8", "O4", "generate", "build"
 ROWS, ROWS_INT8 = "rows", "rows-int8"
-STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, ROWS, ROWS_INT8)
-PYTORCH, GPU = "pytorch", "cuda"
+ENGINE = "engine"
+STAGES = (EXPORT, OPTIMIZE, QUANTIZE, HALF, GENERATE, ROWS, ROWS_INT8, ENGINE)
+PYTORCH, GPU, RTX = "pytorch", "cuda", "tensorrt-rtx"
 TOLERANCES = {EXPORT: 1e-4, OPTIMIZE: 1e-4, QUANTIZE: 0.35, GENERATE: 0.0, ROWS: 1e-4, ROWS_INT8: 0.35}
 """Largest accepted relative difference of each stage. Different summation orders in float32 give differences of about 1e-6. A larger
 difference is accepted if PyTorch's own float32 differs from float64 as much. Int8 with random weights gives about 0.1, and more in
@@ -100,6 +101,8 @@ def stages_of(pair: Pair, backend: str = "cpu") -> tuple[str, ...]:
     """Return the stages that are tested for a pair (architecture and task) on a backend."""
     if backend == GPU:
         return (HALF, GENERATE) if pair.task == "text-generation" else (HALF,)
+    if backend == RTX:
+        return (ENGINE,)
     stages = [EXPORT, OPTIMIZE, QUANTIZE]
     if task_spec(pair.task).generates:
         stages.append(GENERATE)

@@ -12,15 +12,15 @@ from accel.errors import TaskError
 from accel.interfaces.task_registry import task_spec
 from accel.stages.graph_comparison import DEPENDS_ON_ROWS
 
-from .cells import FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, ROWS, ROWS_INT8, STAGES, WRONG, Cell
+from .cells import ENGINE, FAILED, GENERATE, HALF, NONE, NOT_BUILT, OK, REFUSED, ROWS, ROWS_INT8, STAGES, WRONG, Cell
 
-TITLES = {"cpu": "ONNX Runtime", "openvino": "OpenVINO", "cuda": "GPU"}
+TITLES = {"cpu": "ONNX Runtime", "openvino": "OpenVINO", "cuda": "GPU", "tensorrt-rtx": "TensorRT for RTX"}
 _MOST_OF_A_REASON = 220
 _COLOR = re.compile(r"\x1b?\[\d+m")
 """Escape sequence of a terminal color."""
 _CLASS = re.compile(r"\b[A-Z]\w*?(?:For[A-Z]\w+|LMHeadModel|MTModel|Model)\b")
 
-SHORT = {"cpu": "ORT", "openvino": "OV", "cuda": "GPU"}
+SHORT = {"cpu": "ORT", "openvino": "OV", "cuda": "GPU", "tensorrt-rtx": "RTX"}
 MODALITIES = {"text": "Text", "image": "Images and videos", "audio": "Sounds"}
 """Titles of the pages, by the first modality of a task; video tasks are on the page of images."""
 
@@ -35,7 +35,7 @@ architecture in words. To repeat the measurement, run `make sweep`.
 """
 _STATUS_MEANING = """The columns mean:
 
-- right: the outputs are correct.
+- right: the outputs are correct. For TensorRT for RTX: an engine was built; engines were not run, because this needs an RTX GPU.
 - refused: `accel` raised an error that explains why it does not support the model.
 - failed: the stage ended with an unexpected error, a crash or a timeout.
 - wrong: the stage ran without an error, but the outputs are wrong.
@@ -48,6 +48,7 @@ _LEGEND = """## How to read the table
 | a number, for example `2e-7` | the largest difference from PyTorch in float32, divided by the largest output of PyTorch |
 | `same` | `generate` returns the same tokens as transformers, with and without a KV cache |
 | `1.2x` | the error of a float16 graph on a GPU, divided by the error of PyTorch in float16. Both errors are differences from float32 |
+| `built` | TensorRT for RTX parsed the float16 graph and built an engine for it, on a machine without a GPU. The engine was not run |
 | `[3]` | the stage raised an error; its message is item 3 of the list of reasons below the table |
 | a dash | the backend does not have this stage |
 
@@ -375,6 +376,8 @@ def _shown(cell: Cell | None, reasons: _Reasons) -> str:
     if cell.status == OK:
         if cell.stage == HALF:
             return f"{cell.difference:.1f}x"
+        if cell.stage == ENGINE:
+            return "built"
         return "same" if cell.stage == GENERATE else number(cell.difference)
     if cell.status == WRONG:
         return f"**wrong** {number(cell.difference)}"

@@ -19,9 +19,14 @@ from .cells import Cell, cells_of
 ROOT = Path(__file__).parents[2]
 # These packages of accel do not influence any result.
 _ELSEWHERE = {"cli", "compat", "demo", "deploying", "measuring", "serving", "testing", "tuning"}
-_SWEEP = ("building", "cases", "cells", "gpu", "overrides", "questions", "rounding", "rows", "shrinking")
+_SWEEP = ("building", "cases", "cells", "engines", "gpu", "overrides", "questions", "rounding", "rows", "shrinking")
 _COMMON = ("torch", "transformers", "onnx", "onnx-ir", "onnxscript")
-_RUNTIMES = {"cpu": ("onnxruntime",), "openvino": ("openvino", "nncf"), "cuda": ("onnxruntime-gpu",)}
+_RUNTIMES = {
+    "cpu": ("onnxruntime",),
+    "openvino": ("openvino", "nncf"),
+    "cuda": ("onnxruntime-gpu",),
+    "tensorrt-rtx": ("tensorrt-rtx-cu13-libs",),
+}
 
 
 def versions(backends: Iterable[str]) -> dict[str, str]:
@@ -38,7 +43,7 @@ def versions(backends: Iterable[str]) -> dict[str, str]:
 
 def digest_of(backend: str) -> str:
     """Return eight characters that change if the code or a package version changes on which a backend's results depend."""
-    plugins = {"openvino": ("openvino",), "pytorch": ()}.get(backend, ("ortkit", backend))
+    plugins = {"openvino": ("openvino",), "pytorch": ()}.get(backend, ("ortkit", backend.replace("-", "_")))
     paths = [
         *(
             path
@@ -50,7 +55,9 @@ def digest_of(backend: str) -> str:
     ]
     if backend == "pytorch":
         # Building a model does not depend on accel's code, only on the modules of the sweep.
-        paths = [Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "gpu", "rows")]
+        paths = [
+            Path(__file__).with_name(f"{name}.py") for name in _SWEEP if name not in ("cells", "engines", "gpu", "rows")
+        ]
     digest = hashlib.sha256(json.dumps(versions([backend]), sort_keys=True).encode())
     for path in sorted(paths):
         digest.update(path.name.encode() + path.read_bytes())

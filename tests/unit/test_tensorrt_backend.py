@@ -1,13 +1,12 @@
 """Tests of the `tensorrt` backend without TensorRT: profiles, options, cache keys, refusals, and availability on
 simulated machines.
 
-A fake `tensorrt` package, which computes nothing, builds and runs the engines. It has the names and signatures of the
-TensorRT 11.4 bindings. The tests check the order of calls, but not that TensorRT accepts the calls.
+Engines are built by TensorRT for RTX, whose builder needs no GPU and has the same Python interface.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,17 +38,26 @@ from accel.interfaces.specs import DeviceSpec, Probe
 from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.testing.models import tiny_model
+from accel_plugins.ortkit.engines import session as engine_sessions
+from accel_plugins.ortkit.engines.libraries import TENSORRT as TENSORRT_LIBRARY
+from accel_plugins.ortkit.engines.libraries import TENSORRT_RTX, EngineLibrary
+from accel_plugins.ortkit.engines.plans import build_plan, parse
+from accel_plugins.ortkit.engines.product_types import check_products
+from accel_plugins.ortkit.engines.profiles import complete, provider_options
+from accel_plugins.ortkit.engines.session import EngineSession, check_precisions, computed_types
 from accel_plugins.ortkit.graph.editing import MICROSOFT, load_graphs
 from accel_plugins.ortkit.runtime.nvidia import TENSORRT, NvidiaFacts, judge
-from accel_plugins.tensorrt import FORMAT, SPEC, building, engines
+from accel_plugins.tensorrt import FORMAT, SPEC, building
 from accel_plugins.tensorrt import backend as backend_module
 from accel_plugins.tensorrt.backend import TensorrtBackend
 from accel_plugins.tensorrt.building import EngineExporter, build
 from accel_plugins.tensorrt.caches import EngineMachine, engine_cache, timing_cache
-from accel_plugins.tensorrt.engines import build_plan, check_precisions, computed_types
 from accel_plugins.tensorrt.options import precision_flags, precisions, read_options
-from accel_plugins.tensorrt.profiles import complete, provider_options
 
+needs_builder = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx_bindings") is None,
+    reason="needs the packages tensorrt-rtx-cu13-bindings and tensorrt-rtx-cu13-libs",
+)
 GPU = DeviceSpec("cuda", 0, name="NVIDIA H200", arch="sm_90", memory_bytes=150 << 30)
 HERE = EngineMachine(gpu="NVIDIA H200", arch="sm_90", tensorrt="10.13.0", driver="580.159")
 IDS = TensorSpec("input_ids", "int64", ("batch", "sequence"))
@@ -107,9 +115,8 @@ def test_profile_must_fit_the_graph() -> None:
 
 
 def test_profiles_become_provider_options() -> None:
-    options = provider_options(
-        replace(COMPONENT, inputs=(IDS, PAST)), complete(replace(COMPONENT, inputs=(IDS, PAST)), {})
-    )
+    cached = replace(COMPONENT, inputs=(IDS, PAST))
+    options = provider_options(cached, complete(cached, {}), "trt")
     assert options == {
         "trt_profile_min_shapes": "input_ids:1x1,past.0.key:1x12x1x64",
         "trt_profile_opt_shapes": "input_ids:8x128,past.0.key:8x12x128x64",
@@ -119,7 +126,7 @@ def test_profiles_become_provider_options() -> None:
 
 def test_graphs_with_fixed_shapes_need_no_profile() -> None:
     fixed = replace(COMPONENT, inputs=(TensorSpec("x", "float32", (1, 3)),))
-    assert provider_options(fixed, complete(fixed, {})) == {}
+    assert provider_options(fixed, complete(fixed, {}), "trt") == {}
 
 
 # The tests below check options and precision.
@@ -343,7 +350,97 @@ def test_compute_dtype_is_refused_with_fix(portable: Artifact) -> None:
         TensorrtBackend().open(portable, OpenRequest(device=GPU, session=SessionOptions(compute_dtype="float32")))
 
 
-# The tests below build and run engines with a fake `tensorrt` module.
+# The tests below build engines with the builder of TensorRT for RTX, which needs no GPU.
+
+
+@pytest.fixture
+def real_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build engines of the backend with TensorRT for RTX, and skip the inspection, for which an engine is loaded on a GPU."""
+    monkeypatch.setattr(building, "TENSORRT", TENSORRT_RTX)
+    monkeypatch.setattr(building, "_inspect", lambda plan, model, device: None)
+
+
+@needs_builder
+@pytest.mark.filterwarnings("ignore:.*Timing cache operations are no-ops:DeprecationWarning")
+def test_engine_is_built_with_a_timing_cache(portable: Artifact, tmp_path: Path) -> None:
+    times = tmp_path / "times.bin"
+    component = portable.component()
+    shapes = {spec.name: shapes_of(spec, complete(component, {})) for spec in component.inputs}
+    library = replace(TENSORRT_RTX, times_kernels=True)
+    plan = build_plan(portable.path / component.file, shapes, library=library, times=times)
+    assert len(plan.data) > 10_000
+    assert plan.products == {"float16": 18}, "strongly typed: the graph decides the precision"
+    first = times.read_bytes()
+    build_plan(portable.path / component.file, shapes, library=library, times=times)
+    assert len(times.read_bytes()) >= len(first)
+
+
+@needs_builder
+def test_profiles_that_do_not_fit_are_reported(portable: Artifact) -> None:
+    with pytest.raises(SessionError, match=r"(?s)cannot build an engine.*profile"):
+        build_plan(portable.path / portable.component().file, {}, library=TENSORRT_RTX)
+
+
+@needs_builder
+def test_operators_of_onnx_runtime_are_reported_by_the_parser(
+    tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    fused = optimize(tiny_artifact("bert"), tmp_path / "fused", backend="cuda", level="O2")
+    with pytest.raises(SessionError, match="cannot read the ONNX graph model.onnx: .*(?:Attention|EmbedLayerNorm)"):
+        parse(fused.path / "model.onnx", TENSORRT_RTX)
+
+
+def test_engines_require_standard_onnx(
+    portable: Artifact, tiny_artifact: Callable[..., Artifact], tmp_path: Path
+) -> None:
+    fused = optimize(tiny_artifact("bert"), tmp_path / "fused", backend="cuda", level="O2")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match=r"(?s)Attention.*--backend tensorrt"):
+        build(fused, tmp_path / "out", device=GPU, machine=HERE)
+    with pytest.raises(ConfigError, match="from ONNX"):
+        build(engine_artifact(tmp_path / "engine", HERE.target()), tmp_path / "out", device=GPU, machine=HERE)
+
+
+@needs_builder
+def test_artifact_with_an_engine(real_builder: None, portable: Artifact, tmp_path: Path) -> None:
+    out = tmp_path / "engine"
+    out.mkdir()
+    built = build(portable, out, device=GPU, machine=HERE, profile={"batch": AxisSizes(1, 2, 4)})
+    loaded = Artifact.load(out)
+    assert loaded.format == FORMAT
+    assert loaded.manifest.target == {"gpu": "NVIDIA H200", "arch": "sm_90", "tensorrt": "10.13.0"}
+    assert loaded.digest == built.digest != portable.digest
+    assert loaded.manifest.steps[-1].config["profile"] == {"model": {"batch": "1:2:4", "sequence": "1:96:96"}}
+    assert loaded.manifest.steps[-1].report["products"] == {"model": {"float16": 18}}
+
+
+@needs_builder
+def test_engine_without_the_requested_precision_is_not_kept(
+    real_builder: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+
+    def inspect(plan: bytes, model: ir.Model, device: DeviceSpec) -> None:
+        check_precisions(
+            json.dumps({"Layers": [{"Inputs": [{"DataType": "Float"}], "Outputs": []}]}), precisions(model)
+        )
+
+    monkeypatch.setattr(building, "_inspect", inspect)
+    with pytest.raises(SessionError, match="uses float16.*only float"):
+        build(portable, tmp_path / "out", device=GPU, machine=HERE)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_each_quantized_product_must_be_in_the_network() -> None:
+    check_products({"int8": 12, "float16": 3}, {"int8": 12}, graph="model.onnx")
+    with pytest.raises(
+        SessionError, match=r"has 12 products whose inputs are quantized to int8, .* has 11: 11 in int8"
+    ):
+        check_products({"int8": 11, "float16": 4}, {"int8": 12}, graph="model.onnx")
+
+
+# The tests below run an engine with a fake library, because TensorRT loads an engine only on a GPU. The fake library has the
+# signatures of the TensorRT 11.4 bindings. The tests check the order of calls, but not that TensorRT accepts the calls.
 
 
 class Journal(list[tuple[Any, ...]]):
@@ -357,8 +454,8 @@ class Journal(list[tuple[Any, ...]]):
         return call
 
 
-def stand_in(journal: Journal, *, plan: bytes | None = b"plan", parsed: bool = True, layers: Any = LAYERS_10) -> Any:
-    """Return a fake module with the names of `tensorrt` that accel uses."""
+def runtime_stand_in(journal: Journal) -> Any:
+    """Return a fake module with the names of `tensorrt` that run an engine."""
     shapes = {"input_ids": (-1, -1), "attention_mask": (-1, -1), "logits": (-1, 3)}
     kind = SimpleNamespace(INPUT="input", OUTPUT="output")
     shapes_set: dict[str, tuple[int, ...]] = {}
@@ -381,37 +478,12 @@ def stand_in(journal: Journal, *, plan: bytes | None = b"plan", parsed: bool = T
         get_tensor_shape=lambda name: shapes[name],
         get_tensor_profile_shape=lambda name, profile: [(1, 1), (8, 128), (32, 384)],
         create_execution_context=lambda: context,
-        create_engine_inspector=lambda: SimpleNamespace(get_engine_information=lambda _: json.dumps(layers)),
-    )
-    cache = SimpleNamespace(serialize=lambda: b"times")
-    config = SimpleNamespace(
-        clear_flag=journal.record("clear_flag"),
-        add_optimization_profile=journal.record("add_optimization_profile", 0),
-        create_timing_cache=journal.record("create_timing_cache", cache),
-        set_timing_cache=journal.record("set_timing_cache", True),
-        get_timing_cache=lambda: cache,
-    )
-    builder = SimpleNamespace(
-        create_network=journal.record("create_network", "network"),
-        create_builder_config=lambda: config,
-        create_optimization_profile=lambda: SimpleNamespace(set_shape=journal.record("set_shape")),
-        build_serialized_network=journal.record("build_serialized_network", plan),
-    )
-    logger = type("Logger", (), {"ERROR": 1, "__init__": lambda self, severity: None})
-    parser = SimpleNamespace(
-        parse_from_file=journal.record("parse_from_file", parsed), num_errors=1, get_error=lambda i: "no such operator"
     )
     return SimpleNamespace(
-        Logger=logger,
-        Builder=lambda logger: builder,
-        OnnxParser=lambda network, logger: parser,
+        Logger=type("Logger", (), {"ERROR": 1, "__init__": lambda self, severity: None}),
         Runtime=lambda logger: SimpleNamespace(
             deserialize_cuda_engine=lambda data: engine if data == b"plan" else None
         ),
-        NetworkDefinitionCreationFlag=SimpleNamespace(STRONGLY_TYPED=1),
-        ProfilingVerbosity=SimpleNamespace(DETAILED="detailed"),
-        BuilderFlag=SimpleNamespace(TF32="tf32"),
-        LayerInformationFormat=SimpleNamespace(JSON="json"),
         TensorIOMode=kind,
     )
 
@@ -419,47 +491,14 @@ def stand_in(journal: Journal, *, plan: bytes | None = b"plan", parsed: bool = T
 @pytest.fixture
 def journal(monkeypatch: pytest.MonkeyPatch) -> Journal:
     calls = Journal()
-    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(calls))
+    monkeypatch.setattr(EngineLibrary, "load", lambda library: runtime_stand_in(calls))
     return calls
-
-
-def test_engine_is_built_with_a_timing_cache(journal: Journal, tmp_path: Path) -> None:
-    times = tmp_path / "times.bin"
-    shapes = {spec.name: shapes_of(spec, complete(COMPONENT, {})) for spec in COMPONENT.inputs}
-    assert build_plan(Path("model.onnx"), shapes, times=times) == b"plan"
-    assert journal[0] == ("create_network", 2), "strongly typed: the graph decides the precision"
-    assert ("set_shape", "input_ids", (1, 1), (8, 128), (32, 384)) in journal
-    assert ("clear_flag", "tf32") in journal
-    assert ("create_timing_cache", b"") in journal
-    assert times.read_bytes() == b"times"
-    build_plan(Path("model.onnx"), shapes, times=times)
-    assert ("create_timing_cache", b"times") in journal
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"), [({"parsed": False}, "no such operator"), ({"plan": None}, "found no kernels")]
-)
-def test_tensorrt_failures_raise(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str) -> None:
-    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), **settings))
-    with pytest.raises(SessionError, match=message):
-        build_plan(Path("model.onnx"), {})
-
-
-def test_engines_require_standard_onnx(
-    portable: Artifact, tiny_artifact: Callable[..., Artifact], tmp_path: Path
-) -> None:
-    fused = optimize(tiny_artifact("bert"), tmp_path / "fused", backend="cuda", level="O2")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ExportError, match=r"(?s)Attention.*--backend tensorrt"):
-        build(fused, tmp_path / "out", device=GPU, machine=HERE)
-    with pytest.raises(ConfigError, match="from ONNX"):
-        build(engine_artifact(tmp_path / "engine", HERE.target()), tmp_path / "out", device=GPU, machine=HERE)
 
 
 @pytest.fixture
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the engine of the fake module in CPU memory."""
-    monkeypatch.setattr(engines, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(engine_sessions, "torch_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "device", lambda device: _Nothing())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -471,40 +510,8 @@ class _Nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_artifact_with_an_engine(
-    journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "engine"
-    out.mkdir()
-    built = build(portable, out, device=GPU, machine=HERE, profile={"batch": AxisSizes(1, 2, 4)})
-    loaded = Artifact.load(out)
-    assert loaded.format == FORMAT
-    assert loaded.manifest.target == {"gpu": "NVIDIA H200", "arch": "sm_90", "tensorrt": "10.13.0"}
-    assert loaded.digest == built.digest != portable.digest
-    assert loaded.manifest.steps[-1].config["profile"] == {"model": {"batch": "1:2:4", "sequence": "1:96:96"}}
-    assert ("set_shape", "input_ids", (1, 1), (2, 96), (4, 96)) in journal
-    versions = {"tensorrt": "10.13.0", "driver": "1"}
-    monkeypatch.setattr(TensorrtBackend, "probe", lambda self: Probe(devices=(GPU,), versions=versions))
-    session = TensorrtBackend().open(loaded, OpenRequest(device=GPU))["model"]
-    assert session.compute_dtype == "float16"
-    assert [spec.name for spec in session.outputs] == ["logits"]
-    with pytest.raises(ConfigError, match="no options"):
-        TensorrtBackend().open(loaded, OpenRequest(device=GPU, options={"x": 1}))
-
-
-def test_engine_without_the_requested_precision_is_not_kept(
-    on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "out").mkdir()
-    layers = {"Layers": [{"Inputs": [{"DataType": "Float"}], "Outputs": []}]}
-    monkeypatch.setattr(engines, "load_tensorrt", lambda: stand_in(Journal(), layers=layers))
-    with pytest.raises(SessionError, match="uses float16.*only float"):
-        build(portable, tmp_path / "out", device=GPU, machine=HERE)
-    assert not list((tmp_path / "out").iterdir())
-
-
 def test_engine_session_runs(journal: Journal, on_the_host: None) -> None:
-    engine = engines.EngineSession(b"plan", GPU)
+    engine = EngineSession(b"plan", GPU)
     assert engine.inputs[0].shape == ("input_ids_0", "input_ids_1")
     assert engine.inputs[0].dtype == "int64"
     assert engine.outputs == (TensorSpec("logits", "float32", ("logits_0", 3)),)
@@ -533,13 +540,13 @@ def test_engine_session_checks_its_inputs(
     journal: Journal, on_the_host: None, portable: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine").mkdir()
-    built = build(portable, tmp_path / "engine", device=GPU, machine=HERE)
-    component = built.component()
+    (tmp_path / "engine" / "model.plan").write_bytes(b"plan")
     # Keep only the inputs that the fake engine has.
-    component = replace(
-        component, inputs=tuple(s for s in component.inputs if s.name in ("input_ids", "attention_mask"))
-    )
-    built = replace(built, manifest=replace(built.manifest, components=(component,)))
+    component = portable.component()
+    inputs = tuple(spec for spec in component.inputs if spec.name in ("input_ids", "attention_mask"))
+    component = replace(component, file="model.plan", files=(), inputs=inputs)
+    manifest = replace(portable.manifest, format=FORMAT, components=(component,), target=HERE.target())
+    built = Artifact.create(tmp_path / "engine", manifest)
     probe = Probe(devices=(GPU,), versions={"tensorrt": "10.13.0", "driver": "1"})
     monkeypatch.setattr(TensorrtBackend, "probe", lambda self: probe)
     session = TensorrtBackend().open(built, OpenRequest(device=GPU))["model"]
@@ -566,7 +573,7 @@ def test_engine_session_checks_its_inputs(
 def test_engine_that_cannot_be_loaded_raises(journal: Journal, on_the_host: None, tmp_path: Path) -> None:
     (tmp_path / "other.plan").write_bytes(b"other")
     with pytest.raises(SessionError, match="another version of TensorRT or for another GPU"):
-        engines.EngineSession.load(tmp_path / "other.plan", GPU)
+        EngineSession.load(tmp_path / "other.plan", GPU)
 
 
 def test_missing_package_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +582,7 @@ def test_missing_package_error_gives_the_install_command(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BackendUnavailableError, match=r"libnvinfer.*\n.*\[tensorrt\]"):
-        engines.load_tensorrt()
+        TENSORRT_LIBRARY.load()
 
 
 def test_export_without_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
@@ -586,7 +593,9 @@ def test_export_without_gpu_is_refused_with_a_reason(tmp_path: Path) -> None:
 
 def test_profile_of_an_export(monkeypatch: pytest.MonkeyPatch) -> None:
     settings_passed: dict[str, Any] = {}
-    monkeypatch.setattr(building, "OnnxExporter", lambda backend: SimpleNamespace(export=lambda *a, **k: "onnx"))
+    monkeypatch.setattr(
+        building, "OnnxExporter", lambda backend, attention: SimpleNamespace(export=lambda *a, **k: "onnx")
+    )
     monkeypatch.setattr(
         building, "build", lambda artifact, out, **settings: settings_passed.update(settings) or artifact
     )

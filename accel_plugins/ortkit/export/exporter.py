@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from accel.artifact import MANIFEST, MARK, Artifact, Component, Manifest, Step, record_files, tool_versions, with_files
 from accel.capture import (
+    FusedAttention,
     Source,
     capture_onnx,
     drop_unused_inputs,
@@ -42,6 +43,7 @@ from .recurrence import expand_recurrences
 
 GRAPH = "model.onnx"
 _INLINE_LIMIT_BYTES = 1 << 30
+_ORT_ATTENTION = OrtAttention()
 
 
 class OnnxExporter:
@@ -51,6 +53,7 @@ class OnnxExporter:
         backend: The name of the backend that uses the exporter, for the manifest.
         optimizer: A function that returns the backend's `OrtOptimizer`.
         quantizer: A function that returns the backend's `GraphQuantizer`.
+        attention: The attention operators of decoders. With `None`, the graphs contain only standard ONNX operators.
     """
 
     def __init__(
@@ -58,14 +61,16 @@ class OnnxExporter:
         backend: str,
         optimizer: Callable[[], Any] = lambda: None,
         quantizer: Callable[[], Any] = lambda: None,
+        attention: FusedAttention | None = _ORT_ATTENTION,
     ) -> None:
         self._backend = backend
         self._optimizer = optimizer
         self._quantizer = quantizer
+        self._attention = attention
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace the model, convert it and write the artifact; see `accel.interfaces.protocols.Exporter`."""
-        parts = split(source, OrtAttention())
+        parts = split(source, self._attention)
         if parts == (source,):
             components, opset = self._single(source, config, out)
         else:
@@ -85,7 +90,7 @@ class OnnxExporter:
         """Write a quantized artifact; see `accel.interfaces.protocols.QuantizingExporter`."""
         assert source.streamed is not None
         with source.streamed.without_values(source.model):
-            parts = split(source, OrtAttention())
+            parts = split(source, self._attention)
         graphs, components = {}, []
         for part in parts:
             file = GRAPH if parts == (source,) else f"{part.name}.onnx"

@@ -23,7 +23,7 @@ from accel.interfaces.protocols import Feeds
 
 from ..graph.analysis import dims
 from ..graph.editing import INTEGERS, MICROSOFT, NewNodes, add_initializer, constant, insert_after, nodes, scalar
-from ..quantization.calibrators import Calibrator, DecoderCalibrationBatches, prompt_inputs
+from ..quantization.calibrators import Calibrator, DecoderCalibrationBatches, prompt_inputs, sums_of_axes
 from .simplifications import infer_shapes
 
 _FLOAT = ir.DataType.FLOAT
@@ -96,7 +96,9 @@ def _designed(artifact: Artifact, component: Component) -> list[Feeds]:
     for seed, (batch, sequence) in enumerate(sizes):
         axes = {"batch": batch, "sequence": sequence}
         if component.stateful:
-            axes |= {"total": sequence, "capacity": sequence, "kept": 1}
+            axes |= {"total": sequence, "capacity": sequence, "kept": 1} | dict.fromkeys(
+                sums_of_axes(component), sequence
+            )
         feeds = feeds_for(component.inputs, axes, seed=seed, folder=artifact.path)
         if component.stateful:
             feeds |= prompt_inputs(component, batch, sequence, feeds)

@@ -74,6 +74,16 @@ class _Histogram:
         self.counts += np.histogram(values.astype(np.float64), bins=BINS, range=(self.low, self.high))[0]
 
 
+def sums_of_axes(component: Component) -> tuple[str, ...]:
+    """Return the dimensions of a graph's inputs that are sums of axes, such as `capacity + sequence`.
+
+    A decoder has them if its KV cache grows, instead of being a buffer with a fixed capacity.
+    """
+    return tuple(
+        dict.fromkeys(dim for spec in component.inputs for dim in spec.shape if isinstance(dim, str) and " + " in dim)
+    )
+
+
 def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
     """Return the inputs of a decoder for a prompt with an empty KV cache, except the token ids `(batch, sequence)`.
 
@@ -95,7 +105,7 @@ def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds)
         elif spec.name == "logits_to_keep":
             inputs[spec.name] = torch.tensor([sequence - 1])
         elif spec.pair is not None:
-            sizes = {"batch": batch, "past": 0}
+            sizes = {"batch": batch, "past": 0} | ({"capacity": 0} if sums_of_axes(component) else {})
             shape = [n if isinstance(n, int) else sizes.get(n, sequence) for n in spec.shape]
             inputs[spec.name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
     return inputs

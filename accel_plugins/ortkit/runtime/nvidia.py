@@ -140,6 +140,38 @@ def _library(facts: NvidiaFacts) -> Reason | None:
     )
 
 
+def unusable_gpus(facts: NvidiaFacts, library: str, supported: Sequence[str]) -> tuple[Reason, ...]:
+    """Return the reasons why a library cannot use any GPU of this machine; an empty tuple if it can use one of them.
+
+    Args:
+        facts: Facts about the machine, from `survey_gpus`.
+        library: The name of the library.
+        supported: The compute capabilities that the library supports, such as `8.9`.
+    """
+    reason = _driver(facts)
+    if reason is not None:
+        return (reason,)
+    unsupported = {
+        gpu: capability for gpu in facts.gpus if (capability := compute_capability(gpu)) not in (*supported, "")
+    }
+    if len(unsupported) < len(facts.gpus):
+        return ()
+    names = ", ".join(f"{gpu.name or gpu} with the compute capability {level}" for gpu, level in unsupported.items())
+    return (
+        Reason(
+            "compute-capability",
+            f"{library} does not support this GPU: {names}. It supports {', '.join(supported)}",
+            "use backend='cuda' or backend='tensorrt' on this GPU, or run the model on a GPU that the library supports",
+        ),
+    )
+
+
+def compute_capability(gpu: DeviceSpec) -> str:
+    """Return the compute capability of a GPU, such as `8.9`; an empty string if it is unknown."""
+    digits = gpu.arch.removeprefix("sm_")
+    return f"{digits[:-1]}.{digits[-1]}" if len(digits) > 1 and digits.isdigit() else ""
+
+
 def device_index(options: Mapping[str, object], device: DeviceSpec) -> int:
     """Return the index of the GPU; the provider option `device_id`, if the user passes it, must have the same value.
 
@@ -225,6 +257,17 @@ def survey(provider: str = CUDA) -> NvidiaFacts:
         torch_cuda=torch.version.cuda,
         load_error=_load_error(folder, _LIBRARIES[provider]) if provider in providers and driver else None,
     )
+
+
+def survey_gpus(provider: str, build_cuda: str) -> NvidiaFacts:
+    """Collect facts about the driver and the GPUs, for a provider in a separate library. Imports no library. Never raises.
+
+    Args:
+        provider: ONNX Runtime's name of the provider.
+        build_cuda: The CUDA version of the provider's library.
+    """
+    driver, driver_cuda, gpus = _nvml()
+    return NvidiaFacts(provider=provider, build_cuda=build_cuda, driver=driver, driver_cuda=driver_cuda, gpus=gpus)
 
 
 def _load_error(folder: Path, library: str) -> str | None:

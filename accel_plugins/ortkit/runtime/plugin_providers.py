@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnxruntime as ort
@@ -71,12 +72,20 @@ def provider_devices(provider: str) -> tuple[ort.OrtEpDevice, ...]:
     return tuple(device for device in ort.get_ep_devices() if device.ep_name == provider)
 
 
-def device_specs(devices: tuple[ort.OrtEpDevice, ...]) -> tuple[DeviceSpec, ...]:
-    """Convert ONNX Runtime's devices to device specs: `cpu`, `gpu` or `npu`, numbered separately by type."""
+def device_specs(
+    devices: tuple[ort.OrtEpDevice, ...], type_names: Mapping[str, str] | None = None
+) -> tuple[DeviceSpec, ...]:
+    """Convert ONNX Runtime's devices to device specs, numbered separately by type.
+
+    Args:
+        devices: The devices.
+        type_names: Other names for ONNX Runtime's types `cpu`, `gpu` and `npu`.
+    """
     counts: dict[str, int] = {}
     specs = []
     for device in devices:
         kind = device.device.type.name.lower()
+        kind = (type_names or {}).get(kind, kind)
         index = counts[kind] = counts.get(kind, -1) + 1
         name = " ".join((device.device.vendor or device.ep_vendor).split())
         specs.append(DeviceSpec(kind, index, name=device.device.metadata.get("Description", name)))

@@ -1,13 +1,11 @@
-"""TensorRT engines without ONNX Runtime: build, save, load and run them with TensorRT's Python package (versions 10 and
-11).
+"""Session that runs an engine without ONNX Runtime, with the Python package of `tensorrt` (10 and 11) or `tensorrt_rtx`.
 
-All calls were checked against the signatures of the `tensorrt` 11.4 bindings, but no call was ever run on a GPU; see
-docs/backends/tensorrt.md.
+All calls were checked against the signatures of the `tensorrt` 11.4 and `tensorrt_rtx` 1.7 bindings, but no engine was ever run on
+a GPU; see docs/backends/tensorrt.md.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from accel.artifact import Component, TensorSpec
-from accel.errors import BackendUnavailableError, InputError, SessionError
+from accel.errors import InputError, SessionError
 from accel.interfaces.protocols import Feeds, Names
 from accel.interfaces.session import BaseSession
 from accel.interfaces.session_contract import check_buffer_shape
@@ -25,7 +23,8 @@ from accel.interfaces.shape_profiles import Shape
 from accel.interfaces.specs import DeviceSpec
 from accel.interfaces.state import State
 
-INSTALL = 'pip install "accel-transformers[tensorrt]"'
+from .libraries import TENSORRT, EngineLibrary
+
 # The torch data type for each name in TensorRT's `DataType`.
 _TYPES = {
     "FLOAT": torch.float32,
@@ -45,72 +44,6 @@ _INSPECTED = {
     "int8": ("int8",),
     "float8_e4m3fn": ("fp8",),
 }
-
-
-def load_tensorrt() -> Any:
-    """Import and return the `tensorrt` package.
-
-    Raises:
-        BackendUnavailableError: The package is not installed, or its libraries are missing.
-    """
-    try:
-        return importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:
-        raise BackendUnavailableError(f"TensorRT cannot be imported: {error}.", fix=INSTALL) from error
-
-
-def build_plan(
-    graph: Path,
-    shapes: Mapping[str, tuple[Shape, Shape, Shape]],
-    *,
-    times: Path | None = None,
-) -> bytes:
-    """Build an engine for the current GPU and return it in serialized form. Takes minutes.
-
-    Args:
-        graph: An ONNX file. Its data types determine the precision of each operator (a strongly typed network).
-        shapes: The smallest, usual and largest shape of each input.
-        times: A file of kernel times, which is read if it exists, and updated.
-
-    Raises:
-        BackendUnavailableError: TensorRT is not installed.
-        SessionError: TensorRT cannot parse the graph, or has no kernels for it.
-    """
-    trt = load_tensorrt()
-    logger = trt.Logger(trt.Logger.ERROR)
-    builder = trt.Builder(logger)
-    # TensorRT 10 needs the flag for strongly typed networks. TensorRT 11 ignores the flag, because all of its networks
-    # are strongly typed.
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(graph)):
-        errors = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
-        raise SessionError(
-            f"TensorRT cannot read the ONNX graph {graph.name}: {errors[:600]}",
-            fix="use a graph without com.microsoft operators: accel optimize --backend tensorrt.",
-        )
-    config = builder.create_builder_config()
-    # The engine inspector reports data types only for engines built with detailed profiling verbosity.
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    # Disable TF32, because it rounds the inputs of float32 products to 10 bits of mantissa.
-    config.clear_flag(trt.BuilderFlag.TF32)
-    profile = builder.create_optimization_profile()
-    for name, (least, usual, most) in shapes.items():
-        profile.set_shape(name, least, usual, most)
-    config.add_optimization_profile(profile)
-    cache = config.create_timing_cache(times.read_bytes() if times is not None and times.exists() else b"")
-    config.set_timing_cache(cache, False)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        raise SessionError(
-            f"TensorRT found no kernels for the graph {graph.name}.",
-            fix="use a profile with smaller sizes, or a GPU with more free memory.",
-        )
-    if times is not None:
-        partial = times.with_suffix(".partial")
-        partial.write_bytes(bytes(config.get_timing_cache().serialize()))
-        partial.replace(times)
-    return bytes(plan)
 
 
 def computed_types(information: str) -> Counter[str]:
@@ -153,8 +86,9 @@ class EngineSession(BaseSession[Any]):
     """Session that runs an engine on one GPU with one execution context. Not thread-safe.
 
     Args:
-        plan: The result of `build_plan`, or the content of a `.plan` file.
+        plan: The data of `build_plan`, or the content of a `.plan` file.
         device: The GPU.
+        library: The library that built the engine.
         compute_dtype: The data type of the computation.
         inputs, outputs: The specs that an artifact declares; read from the engine if `None`.
         limits: The largest sizes of named axes that the model has positions for.
@@ -165,22 +99,25 @@ class EngineSession(BaseSession[Any]):
         plan: bytes,
         device: DeviceSpec | None = None,
         *,
+        library: EngineLibrary = TENSORRT,
         compute_dtype: str = "float32",
         inputs: Sequence[TensorSpec] | None = None,
         outputs: Sequence[TensorSpec] | None = None,
         limits: Mapping[str, int] | None = None,
     ) -> None:
-        trt = load_tensorrt()
+        trt = library.load()
         device = device or DeviceSpec("cuda")
         where = torch_device(device)
+        self._trt, self._title = trt, library.title
         with torch.cuda.device(where):
             # Keep a reference, because the engine needs the runtime.
             self._library = trt.Runtime(trt.Logger(trt.Logger.ERROR))
             self._engine = self._library.deserialize_cuda_engine(plan)
             if self._engine is None:
                 raise SessionError(
-                    "TensorRT cannot load this engine, because it was built by another version of TensorRT or for another GPU.",
-                    fix="build the engine again on this machine.",
+                    f"{library.title} cannot load this engine, because it was built by another version of {library.title} or for "
+                    "another GPU.",
+                    fix=f"build the engine again: accel export MODEL OUT --backend {library.backend}.",
                 )
             context = self._engine.create_execution_context()
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
@@ -202,9 +139,9 @@ class EngineSession(BaseSession[Any]):
         self._profile = {name: self._engine.get_tensor_profile_shape(name, 0) for name in input_names}
 
     @classmethod
-    def load(cls, path: Path, device: DeviceSpec | None = None) -> EngineSession:
+    def load(cls, path: Path, device: DeviceSpec | None = None, *, library: EngineLibrary = TENSORRT) -> EngineSession:
         """Load an engine from a `.plan` file."""
-        return cls(path.read_bytes(), device)
+        return cls(path.read_bytes(), device, library=library)
 
     def _type(self, name: str) -> torch.dtype:
         word = str(self._engine.get_tensor_dtype(name)).rpartition(".")[2].upper()
@@ -222,7 +159,7 @@ class EngineSession(BaseSession[Any]):
 
     def information(self) -> str:
         """Return the engine inspector's JSON about the layers."""
-        trt = load_tensorrt()
+        trt = self._trt
         inspector = self._engine.create_engine_inspector()
         return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
 
@@ -251,7 +188,8 @@ class EngineSession(BaseSession[Any]):
             if not context.execute_async_v3(stream.cuda_stream):
                 shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
                 raise SessionError(
-                    f"TensorRT failed to run the engine on inputs of the shapes {shapes}.", fix="use smaller batches."
+                    f"{self._title} failed to run the engine on inputs of the shapes {shapes}.",
+                    fix="use smaller batches.",
                 )
         return {name: results[name] for name in names}
 
