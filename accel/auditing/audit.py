@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .. import progress
 from ..errors import ConfigError
+from ..interfaces.task_registry import task_spec
 from ..measuring.report import page
 from .checks import TOLERANCES, ChatAudit, Check, TextAudit
 from .references import ChatReference, EmbeddingReference, LabelReference, RelevanceReference
@@ -20,13 +21,6 @@ from .requests import ChatClient, Connection, embedding_client, label_client, re
 Subject = Literal["embed", "classify", "rerank", "chat"]
 SUBJECTS: tuple[Subject, ...] = ("embed", "classify", "rerank", "chat")
 """What a server computes: embeddings, classes, relevance scores or chats."""
-_OF_TASKS: dict[str, Subject] = {
-    "feature-extraction": "embed",
-    "sentence-similarity": "embed",
-    "text-classification": "classify",
-    "text-ranking": "rerank",
-    "text-generation": "chat",
-}
 _QUERY = "how do I get a new card?"
 
 
@@ -145,7 +139,7 @@ def verify(
     connection = Connection(url, api_key=api_key)
     if subject is None:
         task = resolve(against).task
-        subject = _OF_TASKS.get(task)
+        subject = next((known for known in SUBJECTS if known == task_spec(task).audit), None)
         if subject is None:
             raise ConfigError(
                 f"accel cannot audit a server of the task {task!r}.",

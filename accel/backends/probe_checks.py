@@ -125,7 +125,7 @@ def checked(plan: Plan, open_sessions: Callable[[Plan], OpenSessions]) -> OpenSe
         return open_sessions(_changed(plan, record["changes"], record["why"], artifact))
     from ..capture.probes import read_probes
 
-    probes = read_probes(artifact.path)
+    probes = read_probes(artifact)
     if probes is None:
         return open_sessions(plan)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.manifest import Component
+from ..artifact.manifest import Artifact, Component
 from ..artifact.probe_file import METADATA as TOKENS
 from ..artifact.probe_file import PROBES
 from ..errors import IntegrityError, SessionError
@@ -109,12 +109,14 @@ class Probes:
         measured: Errors by output, `component/output`.
         conditions: Processor, versions and settings of the measurement.
         tokens: Texts and their token ids, if the artifact has a tokenizer.
+        files: Graph file of each component. Another graph in the same folder, such as a quantized one, has no probes.
     """
 
     probes: tuple[GraphProbe, ...]
     measured: Mapping[str, OutputError] = field(default_factory=dict)
     conditions: Mapping[str, str] = field(default_factory=dict)
     tokens: Mapping[str, Any] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def make_probes(
@@ -327,6 +329,11 @@ def _error(actual: torch.Tensor | None, expected: ExpectedValues) -> OutputError
 # Files.
 
 
+def graph_files(artifact: Artifact) -> dict[str, str]:
+    """Return the graph file of each component."""
+    return {component.name: component.file for component in artifact.components}
+
+
 def write_probes(folder: Path, probes: Probes) -> None:
     """Write `probes.safetensors`, of at most 100 KB: all probes, or the first of each graph, or no file if they are still too large."""
     path = folder / PROBES
@@ -375,27 +382,31 @@ def _content(probes: Probes) -> bytes:
         "probes": described,
         "measured": {name: asdict(error) for name, error in probes.measured.items()},
         "conditions": dict(probes.conditions),
+        "files": dict(probes.files),
     }
     texts = {} if probes.tokens is None else {TOKENS: json.dumps(probes.tokens)}
     content: bytes = save(tensors, metadata={_METADATA: json.dumps(metadata), **texts})
     return content
 
 
-def read_probes(folder: Path) -> Probes | None:
-    """Return the probes in a folder; `None` if it has none, or if a later version of accel wrote them.
+def read_probes(artifact: Artifact) -> Probes | None:
+    """Return the probes of an artifact; `None` if it has none, or if a later version of accel wrote them.
 
     Raises:
         IntegrityError: The file is damaged.
     """
     from safetensors import safe_open
 
-    path = folder / PROBES
+    path = artifact.path / PROBES
     if not path.is_file():
         return None
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {})[_METADATA])
             if metadata["version"] != _VERSION:
+                return None
+            files = metadata["files"]
+            if files != graph_files(artifact):
                 return None
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
         probes = tuple(
@@ -406,7 +417,7 @@ def read_probes(folder: Path) -> Probes | None:
             for i, probe in enumerate(metadata["probes"])
         )  # fmt: skip
         measured = {name: OutputError(**error) for name, error in metadata["measured"].items()}
-        return Probes(probes, measured, metadata["conditions"])
+        return Probes(probes, measured, metadata["conditions"], files=files)
     # safetensors raises an error of its own type, and JSON of any type may be in the file.
     except Exception as error:
         raise _damaged(path, error) from error

@@ -74,6 +74,7 @@ class TaskSpec:
         processor: transformers class that loads the processor. Empty if the modalities determine the processor.
         adapter: Name of the task in PEFT (`task_type`).
         loss: Name of transformers' loss function for calls with labels. Empty means that there is no loss.
+        audit: What `accel verify` compares on servers of the task: `embed`, `classify`, `rerank` or `chat`. Empty if it cannot audit them.
     """
 
     name: str
@@ -102,6 +103,7 @@ class TaskSpec:
     processor: str = ""
     adapter: str = ""
     loss: str = ""
+    audit: str = ""
 
     def difference(self, outputs: Mapping[str, Sequence[object]]) -> str:
         """Describe the first difference between a model's outputs and the outputs of the task.

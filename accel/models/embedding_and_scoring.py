@@ -372,8 +372,8 @@ class Embedder(SentenceRows):
             vectors = output[TOKEN_VECTORS].float()
             if scored is None:
                 # BGE-M3 uses the vectors of all tokens except the first.
-                scored = torch.ones_like(inputs["input_ids"]) if mask is None else mask.clone()
-                scored[torch.arange(len(scored)), scored.argmax(1)] = 0
+                scored = torch.ones_like(inputs["input_ids"]) if mask is None else mask
+                scored = scored * (scored.cumsum(1) > 1)
             columns[MULTI_VECTOR] = [
                 row[used] for row, used in zip(vectors, scored.bool().to(vectors.device), strict=True)
             ]

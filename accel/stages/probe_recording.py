@@ -13,7 +13,7 @@ from ..artifact.processor_loading import open_companion
 from ..backends.plan import make_plan
 from ..backends.probe_checks import conditions_of
 from ..backends.sessions import OpenSessions, open_plan
-from ..capture.probes import GraphProbe, Probes, make_probes, read_probes, run_probes, write_probes
+from ..capture.probes import GraphProbe, Probes, graph_files, make_probes, read_probes, run_probes, write_probes
 from ..errors import AccelError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def record_probes(artifact: Artifact, probes: Sequence[GraphProbe], opened: Open
             if opened is None:
                 sessions.close()
         conditions, tokens = conditions_of(sessions.plan), _tokens(artifact)
-        write_probes(artifact.path, Probes(tuple(probes), measured, conditions, tokens))
+        write_probes(artifact.path, Probes(tuple(probes), measured, conditions, tokens, graph_files(artifact)))
     except AccelError as error:
         logger.debug("no probes for %s: %s", artifact.path, error)
 
@@ -68,6 +68,6 @@ def _tokens(artifact: Artifact) -> dict[str, Any] | None:
 
 def inherit_probes(artifact: Artifact, parent: Artifact) -> Artifact:
     """Give a new artifact the probes of its parent, with its own measured errors, and record the file in the manifest."""
-    inherited = read_probes(parent.path)
+    inherited = read_probes(parent)
     record_probes(artifact, inherited.probes if inherited is not None else ())
     return Artifact.create(artifact.path, artifact.manifest)

@@ -195,7 +195,7 @@ def validate_here(
     """
     hub = hub or HubOptions()
     artifact = artifact_of(artifact, hub=hub)
-    probes = read_probes(artifact.path)
+    probes = read_probes(artifact)
     if probes is None:
         raise ArtifactNotFoundError(
             f"{artifact.path} has no probes.",

@@ -34,6 +34,7 @@ _EMBEDDED = (
 
 TEXT_CLASSIFICATION = TaskSpec(
     name="text-classification",
+    audit="classify",
     impl="accel.tasks.text_classification:TextClassification",
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
@@ -135,6 +136,7 @@ FILL_MASK = TaskSpec(
 
 FEATURE_EXTRACTION = TaskSpec(
     name="feature-extraction",
+    audit="embed",
     impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
     # For checkpoints that contain only the encoder of an encoder-decoder (sentence-t5, GTR).
@@ -165,6 +167,7 @@ SENTENCE_SIMILARITY = TaskSpec(
 
 TEXT_RANKING = TaskSpec(
     name="text-ranking",
+    audit="rerank",
     impl="accel.tasks.text_ranking:TextRanking",
     auto_model="AutoModelForSequenceClassification",
     output="SequenceClassifierOutput",
@@ -438,6 +441,7 @@ AUDIO_XVECTOR = TaskSpec(
 
 TEXT_GENERATION = TaskSpec(
     name="text-generation",
+    audit="chat",
     impl="accel.tasks.text_generation:TextGeneration",
     auto_model="AutoModelForCausalLM",
     output="CausalLMOutputWithPast",

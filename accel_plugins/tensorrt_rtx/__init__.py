@@ -1,5 +1,7 @@
 """Backend for TensorRT for RTX: ONNX graphs with ONNX Runtime's plugin provider, and engines built on any machine."""
 
+from dataclasses import replace
+
 from accel.interfaces.specs import GENERATES, BackendSpec, Capability
 
 from ..ortkit.capabilities import NVIDIA, ONNX_FOLDERS, ONNX_LAYOUTS
@@ -58,6 +60,9 @@ SPEC = BackendSpec(
             thread_safe=True,
         ),
         Capability(stage="run", consumes=FORMAT, devices=("cuda",), dtypes=(*_DTYPES, "int8"), device_io=True),
-        *NVIDIA,
+        *(
+            replace(capability, dtypes=_DTYPES) if capability.stage == "optimize" else capability
+            for capability in NVIDIA
+        ),
     ),
 )

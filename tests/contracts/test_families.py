@@ -28,7 +28,11 @@ CHECKED = [
 
 # Each entry is (text, modules or folders that may contain the text, reason).
 EXCEPTIONS = (
-    ("opt", ("accel/", "accel_plugins/ortkit/engines/"), "the size in a TensorRT profile that kernels are chosen for"),
+    (
+        "opt",
+        ("accel/", "accel_plugins/ortkit/engines/", "accel_plugins/tensorrt/"),
+        "the size in a TensorRT profile that kernels are chosen for",
+    ),
     ("clip", ("accel/tasks/",), "a column of videos"),
     ("cohere", ("accel/serving/http/",), "a company, whose HTTP interface is offered"),
     ("Attention", ("accel_plugins/",), "an operator of ONNX Runtime"),

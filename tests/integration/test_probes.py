@@ -73,7 +73,7 @@ def opened(artifact: Artifact, **settings: Any) -> OpenSessions:
 
 def test_an_export_stores_probes_and_records_them(tiny_artifact: Callable[..., Artifact]) -> None:
     artifact = tiny_artifact()
-    probes = read_probes(artifact.path)
+    probes = read_probes(artifact)
     assert probes is not None
     assert (artifact.path / PROBES).stat().st_size < 100_000
     assert PROBES in {record.name for record in artifact.manifest.files}
@@ -87,7 +87,7 @@ def test_an_export_stores_probes_and_records_them(tiny_artifact: Callable[..., A
 @pytest.mark.parametrize("family", ["llama", "t5", "whisper", "llava"])
 def test_a_decoder_gets_a_prompt_and_two_steps(family: str, generator: Callable[..., Artifact]) -> None:
     artifact = generator(family)
-    probes = read_probes(artifact.path)
+    probes = read_probes(artifact)
     assert probes is not None
     assert {probe.component for probe in probes.probes} == {component.name for component in artifact.components}
     assert next(len(probe.calls) for probe in probes.probes if probe.stateful) == 3
@@ -211,7 +211,7 @@ def test_a_quantized_artifact_is_compared_with_the_float_answers(
 ) -> None:
     parent = tiny_artifact()
     quantized = quantize(parent, tmp_path / "int8", scheme="dynamic-int8")
-    before, after = read_probes(parent.path), read_probes(quantized.path)
+    before, after = read_probes(parent), read_probes(quantized)
     assert before is not None
     assert after is not None
     expected = before.probes[0].calls[0].expected["logits"].values
@@ -372,7 +372,7 @@ def test_a_tokenizer_changed_on_purpose_is_accepted(tmp_path: Path, tiny_artifac
     file.write_text(json.dumps(tokenizer), encoding="utf-8")
     accepted = Artifact.accept_files(tmp_path / "copy")
     assert accel.pipeline("text-classification", str(accepted.path))("my card")
-    assert read_probes(accepted.path) is not None
+    assert read_probes(accepted) is not None
 
 
 def test_noise_is_the_same_on_every_machine() -> None:

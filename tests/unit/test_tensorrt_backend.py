@@ -104,7 +104,7 @@ def test_profile_covers_every_axis() -> None:
         "sequence": AxisSizes(64, 64, 64),
     }
     cached = replace(COMPONENT, inputs=(IDS, PAST))
-    assert complete(cached, {})["past_sequence"] == AxisSizes(1, 128, 512)
+    assert complete(cached, {})["past_sequence"] == AxisSizes(0, 128, 512)
 
 
 def test_profile_must_fit_the_graph() -> None:
@@ -118,7 +118,7 @@ def test_profiles_become_provider_options() -> None:
     cached = replace(COMPONENT, inputs=(IDS, PAST))
     options = provider_options(cached, complete(cached, {}), "trt")
     assert options == {
-        "trt_profile_min_shapes": "input_ids:1x1,past.0.key:1x12x1x64",
+        "trt_profile_min_shapes": "input_ids:1x1,past.0.key:1x12x0x64",
         "trt_profile_opt_shapes": "input_ids:8x128,past.0.key:8x12x128x64",
         "trt_profile_max_shapes": "input_ids:32x384,past.0.key:32x12x512x64",
     }
