@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
@@ -85,16 +85,26 @@ def conditions_of(plan: Plan) -> dict[str, str]:
     facts |= {name: str(version) for name, version in registry.probe(spec).versions.items()}
     artifact_dtype = plan.artifact.dtype if plan.artifact is not None else plan.dtype
     facts["compute dtype"] = plan.options.compute_dtype or artifact_dtype
-    usual = SessionOptions().to_dict()
+    usual = SessionOptions()
     changed = {
-        name: value
-        for name, value in plan.options.to_dict().items()
-        if name not in (*_IRRELEVANT, "compute_dtype") and value != usual[name]
+        field.name: getattr(plan.options, field.name)
+        for field in fields(usual)
+        if field.name not in (*_IRRELEVANT, "compute_dtype")
+        and getattr(plan.options, field.name) != getattr(usual, field.name)
     }
     options = {**changed, **plan.provider_options}
     if options:
-        facts["options"] = json.dumps(options, sort_keys=True, default=str)
+        facts["options"] = json.dumps(options, sort_keys=True, default=_settings_of)
     return facts
+
+
+def _settings_of(value: Any) -> Any:
+    """Return an object of a vendor, such as ONNX Runtime's `SessionOptions`, as JSON values: its public attributes."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = [name for name in dir(value) if not name.startswith("_")]
+    settings = {name: str(getattr(value, name)) for name in names if not callable(getattr(value, name))}
+    return settings or str(value)
 
 
 def checked(plan: Plan, open_sessions: Callable[[Plan], OpenSessions]) -> OpenSessions:
