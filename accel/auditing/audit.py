@@ -139,7 +139,7 @@ def verify(
     connection = Connection(url, api_key=api_key)
     if subject is None:
         task = resolve(against).task
-        subject = next((known for known in SUBJECTS if known == task_spec(task).audit), None)
+        subject = next((option for option in SUBJECTS if option == task_spec(task).audit), None)
         if subject is None:
             raise ConfigError(
                 f"accel cannot audit a server of the task {task!r}.",

@@ -229,10 +229,11 @@ def _judged(
         return ProbeResult(
             output=output, difference=error.largest, tolerance=max(0.1, 2 * before) if dtype == "float32" else _MOST
         )
-    if dtype == "float32":
-        tolerance = max(_FLOAT32, _MARGIN * before if artifact.dtype == "float32" else 4 * before)
+    if dtype == artifact.dtype == "float32":
+        tolerance = max(_FLOAT32, _MARGIN * before)
     else:
-        floor = relative_tolerance(dtype)
+        # PyTorch computed the expected outputs of an artifact in half precision in half precision, too.
+        floor = max(relative_tolerance(dtype), relative_tolerance(artifact.dtype))
         scaled = before if artifact.dtype == dtype else 2 * before * _ROUNDING.get(dtype, 1.0)
         tolerance = max(floor, min(_MOST, scaled), 4 * before)
     return ProbeResult(output=output, difference=error.largest, tolerance=tolerance)

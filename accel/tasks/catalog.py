@@ -152,6 +152,7 @@ FEATURE_EXTRACTION = TaskSpec(
 
 SENTENCE_SIMILARITY = TaskSpec(
     name="sentence-similarity",
+    audit="embed",
     impl="accel.tasks.feature_extraction:FeatureExtraction",
     auto_model="AutoModel",
     # For checkpoints that contain only the encoder of an encoder-decoder (sentence-t5, GTR).
