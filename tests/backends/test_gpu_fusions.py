@@ -156,6 +156,19 @@ def test_relative_positions_become_attention_bias(fused: Fused) -> None:
     assert mask_input(fused("mpnet").file()) == "attention_mask"
 
 
+def test_graph_with_token_vectors_is_not_rewritten_for_padding(fused: Fused, tmp_path: Path) -> None:
+    """The vectors of masked tokens are used in multi-vector models, so no form of the graph may skip them."""
+    source = fused("bert").file()
+    assert mask_input(source) == "attention_mask"
+    model = onnx.load(source)
+    name = model.graph.output[0].name
+    model.graph.output[0].name = "multi_vector_embedding"
+    model.graph.node.append(onnx.helper.make_node("Identity", [name], ["multi_vector_embedding"]))
+    onnx.save(model, tmp_path / "model.onnx")
+    assert mask_input(tmp_path / "model.onnx") is None
+    assert not packs(tmp_path / "model.onnx")
+
+
 @pytest.mark.parametrize(
     "family", ["bert", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("roberta", "mpnet"))]
 )

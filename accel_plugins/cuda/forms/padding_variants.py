@@ -20,6 +20,8 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes import common as passes
 
+from accel.artifact.sentence_fields import TOKEN_VECTORS
+
 from ...ortkit.graph.analysis import made_by_name, readers, unwrapped
 from ...ortkit.graph.editing import MICROSOFT, NewNodes, insert_after, read_graph, replace_value, serialized
 from ...ortkit.optimization.padding_masks import MASK_NAME, ROWS_NAME
@@ -140,9 +142,12 @@ def mask_input(path: Path) -> str | None:
     """Return the name of the graph input that fused attention reads as the attention mask.
 
     Return `None` if the graph has no fused attention with such an input, so that it cannot be rewritten for other kinds
-    of padding.
+    of padding. Multi-vector models are not rewritten either, because the vectors of masked tokens are used: the tokens that
+    some of these models append to queries are masked.
     """
     model = read_graph(path)
+    if any(str(output.name).startswith(TOKEN_VECTORS) for output in model.graph.outputs):
+        return None
     mask = made_by_name(model.graph, MASK_NAME)
     source = unwrapped(mask, "Cast")
     if source is None or not source.is_graph_input():
