@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..artifact.processor_loading import open_companion
 from ..artifact.tensor_specs import TensorSpec
+from ..errors import AccelError
 from ..interfaces.task_registry import read_config
 from ..interfaces.tracing_wrapper import Tensors
 from .patch_samples import PATCHES
@@ -159,12 +161,20 @@ def usual_sizes_in(folder: Path, specs: Sequence[TensorSpec]) -> dict[str, int]:
     return usual_sizes(axes, config, folder) | usual_sounds(axes, config)
 
 
+def _config_of(folder: Path) -> Any:
+    """Return the config of a folder with the defaults of transformers, or only its values if transformers has no class for it."""
+    try:
+        return open_companion("AutoConfig", folder)
+    except AccelError:
+        return SimpleNamespace(**read_config(folder))
+
+
 def feeds_for(specs: Sequence[TensorSpec], sizes: Mapping[str, int], *, seed: int, folder: Path) -> Tensors:
     """Make random inputs for a graph from the specs of its inputs. The masks contain padding.
 
     Axes that are not in `sizes` have the size 2, but image axes have the usual image size of the model.
     """
-    config = SimpleNamespace(**read_config(folder))
+    config = _config_of(folder)
     # For models that read images and texts, make two texts for each image.
     sizes = {**usual_sizes_in(folder, specs), "texts": 2 * sizes.get("batch", 2), **sizes}
     example = {

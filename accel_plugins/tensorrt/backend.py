@@ -14,6 +14,7 @@ from accel.errors import ConfigError, SessionError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
+from ..ortkit.engines.artifacts import engine_dtype
 from ..ortkit.engines.libraries import TENSORRT as LIBRARY
 from ..ortkit.engines.profiles import complete, provider_options
 from ..ortkit.engines.session import EngineSession
@@ -103,11 +104,10 @@ class TensorrtBackend:
 
     @staticmethod
     def _engine(artifact: Artifact, component: Component, device: DeviceSpec) -> EngineSession:
-        quantized = artifact.manifest.quantization is not None
         return EngineSession(
             (artifact.path / component.file).read_bytes(),
             device,
-            compute_dtype="int8" if quantized else artifact.dtype,
+            compute_dtype=engine_dtype(artifact),
             inputs=component.inputs,
             outputs=component.outputs,
             limits=component.max_sizes,

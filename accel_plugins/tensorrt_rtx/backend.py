@@ -16,12 +16,12 @@ from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantiz
 from accel.interfaces.shape_profiles import read_profile
 from accel.interfaces.specs import DeviceSpec, Probe
 
+from ..ortkit.engines.artifacts import engine_dtype
 from ..ortkit.engines.libraries import TENSORRT_RTX
 from ..ortkit.engines.profiles import complete, provider_options
 from ..ortkit.engines.session import EngineSession
 from ..ortkit.provider import ProviderBackend
 from ..ortkit.runtime.nvidia import device_index, survey_gpus, unusable_gpus
-from ..ortkit.runtime.session import is_float8
 from . import FORMAT, SPEC
 from .exporter import EngineExporter, check_target, rtx_version
 
@@ -123,14 +123,12 @@ class TensorrtRtxBackend(ProviderBackend):
                 fix="pip install torch --index-url https://download.pytorch.org/whl/cu130",
             )
         check_target(artifact, request.device)
-        quantized = "float8_e4m3fn" if is_float8(artifact) else "int8"
-        computes = artifact.dtype if artifact.manifest.quantization is None else quantized
         return {
             component.name: EngineSession(
                 (artifact.path / component.file).read_bytes(),
                 request.device,
                 library=TENSORRT_RTX,
-                compute_dtype=computes,
+                compute_dtype=engine_dtype(artifact),
                 inputs=component.inputs,
                 outputs=component.outputs,
                 limits=component.max_sizes,

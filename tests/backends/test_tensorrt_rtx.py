@@ -10,11 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
 import pytest
 
 from accel import capture, progress
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.deploying.triton.repository import deploy
 from accel.errors import ConfigError, SessionError, TargetMismatchError, TaskError
 from accel.interfaces.protocols import CompilingExporter
 from accel.interfaces.shape_profiles import shapes_of
@@ -27,7 +31,8 @@ from accel_plugins.ortkit.engines.libraries import TENSORRT_RTX
 from accel_plugins.ortkit.engines.plans import build_plan, parse
 from accel_plugins.ortkit.engines.product_types import quantized_products
 from accel_plugins.ortkit.engines.profiles import complete
-from accel_plugins.ortkit.graph.editing import load_graphs
+from accel_plugins.ortkit.export.scatter_sums import expand_scatter_sums
+from accel_plugins.ortkit.graph.editing import load_graphs, serialized
 from accel_plugins.ortkit.runtime import nvidia
 from accel_plugins.tensorrt_rtx import FORMAT
 from accel_plugins.tensorrt_rtx.backend import TensorrtRtxBackend
@@ -237,6 +242,44 @@ def test_quantized_products_stay_quantized(
     if scheme == "static-fp8":
         with pytest.raises(ConfigError, match=r"8\.6 have no float8 arithmetic"):
             export(quantized, tmp_path / "ampere", format=FORMAT, options={"capabilities": "8.6"})
+
+
+@needs_builder
+def test_mixtures_of_experts_are_built(tmp_path: Path) -> None:
+    """The router counts the tokens of each expert; TensorRT has no `ScatterElements` with an addition."""
+    (pair,) = pairs(only=["mixtral/text-classification"])
+    graph = export(build(pair), tmp_path / "graph", task=pair.task, backend="tensorrt-rtx")
+    assert set(engines_of(graph)["model"]) == {"float32"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_additions_into_a_vector_are_expanded(dtype: str) -> None:
+    types = {"float32": ir.DataType.FLOAT, "int64": ir.DataType.INT64}
+    data, updates = (
+        ir.Value(name=name, shape=ir.Shape([size]), type=ir.TensorType(types[dtype]))
+        for name, size in (("data", 4), ("updates", "n"))
+    )
+    indices = ir.Value(name="indices", shape=ir.Shape(["n"]), type=ir.TensorType(ir.DataType.INT64))
+    node = ir.node("ScatterElements", [data, indices, updates], {"reduction": "add"}, name="sum")
+    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "sums", data.type, data.shape
+    graph = ir.Graph([data, indices, updates], node.outputs, nodes=[node], opset_imports={"": 20}, name="graph")
+    model = ir.Model(graph, ir_version=10)
+    assert expand_scatter_sums(model) == 1
+    session = onnxruntime.InferenceSession(serialized(model))
+    feeds = {"data": [1, 2, 3, 4], "indices": [3, 0, 3, 3, 1], "updates": [10, 20, 30, 40, 50]}
+    arrays = {name: np.array(values, "int64" if name == "indices" else dtype) for name, values in feeds.items()}
+    (sums,) = session.run(None, arrays)
+    assert sums.tolist() == [21, 52, 3, 84]
+    assert sums.dtype == dtype
+
+
+@needs_builder
+def test_engines_are_not_deployed_to_triton(half: Artifact, tmp_path: Path) -> None:
+    """Triton's TensorRT backend does not read engines of TensorRT for RTX."""
+    built = export(half, tmp_path / "engine", format=FORMAT, options={"capabilities": "8.9"})
+    with pytest.raises(ConfigError, match="no backend that can run artifacts of the format 'tensorrt_rtx'"):
+        deploy(built, tmp_path / "repository")
+    assert not (tmp_path / "repository").exists()
 
 
 @needs_builder

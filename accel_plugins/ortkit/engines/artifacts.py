@@ -16,10 +16,18 @@ from accel.errors import ConfigError, ExportError
 from accel.interfaces.shape_profiles import Profile, shapes_of
 
 from ..graph.editing import MICROSOFT, load_graph
+from ..runtime.session import is_float8
 from .libraries import EngineLibrary
 from .plans import Report, build_plan, check_capabilities
 from .product_types import check_products, quantized_products
 from .profiles import complete
+
+
+def engine_dtype(artifact: Artifact) -> str:
+    """Return the data type in which the engines of an artifact compute their products: `int8` or `float8_e4m3fn` for quantized graphs."""
+    if artifact.manifest.quantization is None:
+        return artifact.dtype
+    return "float8_e4m3fn" if is_float8(artifact) else "int8"
 
 
 def build_engines(

@@ -40,6 +40,7 @@ from .dequantized_weights import quantized_weights
 from .lazy_weights import read_from_checkpoint, release_when_written
 from .quantized import lower_quantized_layers
 from .recurrence import expand_recurrences
+from .scatter_sums import expand_scatter_sums
 
 GRAPH = "model.onnx"
 _INLINE_LIMIT_BYTES = 1 << 30
@@ -53,7 +54,8 @@ class OnnxExporter:
         backend: The name of the backend that uses the exporter, for the manifest.
         optimizer: A function that returns the backend's `OrtOptimizer`.
         quantizer: A function that returns the backend's `GraphQuantizer`.
-        attention: The attention operators of decoders. With `None`, the graphs contain only standard ONNX operators.
+        attention: The attention operators of decoders. With `None`, the graphs contain only standard ONNX operators, without additions by
+            `ScatterElements`, which TensorRT does not support.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class OnnxExporter:
         self._optimizer = optimizer
         self._quantizer = quantizer
         self._attention = attention
+        self._standard = attention is None
 
     def export(self, source: Source, *, task: str, config: ExportConfig, out: Path) -> Artifact:
         """Trace the model, convert it and write the artifact; see `accel.interfaces.protocols.Exporter`."""
@@ -94,7 +97,7 @@ class OnnxExporter:
         graphs, components = {}, []
         for part in parts:
             file = GRAPH if parts == (source,) else f"{part.name}.onnx"
-            graph, exported, component = _captured(part, config, file)
+            graph, exported, component = _captured(part, config, file, self._standard)
             graphs[file] = graph
             components.append(component)
             if parts == (source,):
@@ -138,7 +141,7 @@ class OnnxExporter:
 
     def _single(self, source: Source, config: ExportConfig, out: Path) -> tuple[tuple[Component, ...], int | None]:
         """Export the model as a single graph, with transformers' exporter."""
-        model, exported, component = _captured(source, config, GRAPH)
+        model, exported, component = _captured(source, config, GRAPH, self._standard)
         model.metadata_props[MARK] = MANIFEST
         with quiet():
             exported.save_pretrained(out)
@@ -160,7 +163,7 @@ class OnnxExporter:
             )
         models, components = {}, []
         for part in parts:
-            model, _, component = _captured(part, config, f"{part.name}.onnx")
+            model, _, component = _captured(part, config, f"{part.name}.onnx", self._standard)
             models[component.file] = model
             components.append(component)
         weights = save_graphs(models, out)
@@ -188,8 +191,14 @@ def _inline(model: ir.Model, out: Path) -> None:
     write_graph(model, out / GRAPH)
 
 
-def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model, Any, Component]:
+def _captured(source: Source, config: ExportConfig, file: str, standard: bool) -> tuple[ir.Model, Any, Component]:
     """Trace a model and replace the operators that runtimes do not support.
+
+    Args:
+        source: The model.
+        config: The settings of the export.
+        file: The name of the graph file.
+        standard: Whether the graph is for runtimes other than ONNX Runtime.
 
     Returns:
         The graph, the export object of transformers, and the component. The caller adds the component's file records
@@ -198,6 +207,8 @@ def _captured(source: Source, config: ExportConfig, file: str) -> tuple[ir.Model
     model, exported = capture_onnx(source, config)
     expand_recurrences(model)
     lower_quantized_layers(model)
+    if standard:
+        expand_scatter_sums(model)
     merge_initializers(model)
     component = _component(source, model, file, drop_unused_inputs(model))
     if source.streamed is not None:

@@ -75,13 +75,12 @@ class _Histogram:
 
 
 def sums_of_axes(component: Component) -> tuple[str, ...]:
-    """Return the dimensions of a graph's inputs that are sums of axes, such as `capacity + sequence`.
+    """Return the dimensions of a graph's inputs and outputs that are sums of axes, such as `capacity + sequence`.
 
     A decoder has them if its KV cache grows, instead of being a buffer with a fixed capacity.
     """
-    return tuple(
-        dict.fromkeys(dim for spec in component.inputs for dim in spec.shape if isinstance(dim, str) and " + " in dim)
-    )
+    specs = (*component.inputs, *component.outputs)
+    return tuple(dict.fromkeys(dim for spec in specs for dim in spec.shape if isinstance(dim, str) and " + " in dim))
 
 
 def prompt_inputs(component: Component, batch: int, sequence: int, feeds: Feeds) -> dict[str, torch.Tensor]:
