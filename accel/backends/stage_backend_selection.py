@@ -112,6 +112,12 @@ def plan_stage(
             f"{problem} on this machine. {'; '.join(f'{name}: {reason}' for name, reason in reasons.items())}.",
             fix=next(reason.remedy for reason in reasons.values() if reason is not None),
         )
+    runs = [offer.consumes for spec in specs for offer in spec.capabilities if offer.stage == "run" and offer.consumes]
+    if stage == "export" and backend is not None and not formats and runs:
+        raise BackendUnavailableError(
+            f"The backend {backend!r} exports no models; it runs artifacts of the format {', '.join(dict.fromkeys(runs))}.",
+            fix=f"export without backend=... (--backend), then optimize the artifact for {backend!r} or open it with backend={backend!r}.",
+        )
     if stage != "export" and formats and format not in formats:
         raise BackendUnavailableError(f"{problem}.", fix=f"pass a model in the format {' or '.join(formats)}.")
     others = [repr(spec.name) for spec in inventory.specs if stage == "prepare" and fitting(spec.capabilities)]

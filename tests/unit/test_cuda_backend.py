@@ -13,7 +13,7 @@ from accel.backends import registry
 from accel.backends.plan import Selection, SelectionRequest
 from accel.backends.plan import select as select_backend
 from accel.backends.stage_backend_selection import plan_stage
-from accel.errors import ConfigError
+from accel.errors import BackendUnavailableError, ConfigError
 from accel.interfaces.specs import DeviceSpec, Probe, Reason
 from accel_plugins.cuda import SPEC
 from accel_plugins.cuda.backend import CudaBackend
@@ -140,6 +140,10 @@ def test_named_cuda_backend_without_gpu_selects_nothing() -> None:
 def test_onnx_is_optimized_by_cpu_backend_by_default() -> None:
     assert plan_stage("optimize", "onnx").backend.name == "cpu"
     assert plan_stage("optimize", "onnx", "cuda").backend.name == "cuda"
+    with pytest.raises(
+        BackendUnavailableError, match=r"(?s)exports no models; it runs artifacts of the format onnx.*without backend"
+    ):
+        plan_stage("export", None, "cuda")
     assert registry.describe("CUDAExecutionProvider") is SPEC
 
 
