@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -12,6 +13,7 @@ from transformers import modeling_outputs
 from ..artifact.sentence_fields import TOKEN_VECTORS, VECTORS
 from ..artifact.sentence_settings import DOCUMENT, QUERY, embedding_roles, sentence_settings
 from ..capture.sentence_embeddings import Normalize, sentence_layers
+from ..capture.static_embeddings import load_static
 from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import numbers, texts
 from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
@@ -182,6 +184,9 @@ class FeatureExtraction(Task):
     """The tasks `feature-extraction` and `sentence-similarity`: hidden states and sentence embeddings."""
 
     model = ORTModelForFeatureExtraction
+
+    def load(self, folder: Path, **options: Any) -> torch.nn.Module | None:
+        return load_static(folder, options["dtype"])
 
     def predictor(self, config: Any) -> type[Predictor]:
         return SimilarityPredictor
