@@ -75,10 +75,16 @@ class StaticEmbedding(torch.nn.Module):
 
 def load_static(folder: Path, dtype: torch.dtype) -> StaticEmbedding | None:
     """Load the model of a folder that `static_folder` wrote; `None` for other folders."""
-    values = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if values.get("model_type") != StaticEmbeddingConfig.model_type:
+    if not is_static_folder(folder):
         return None
-    return StaticEmbedding(StaticEmbeddingConfig(**values), module_weights(folder)["embedding.weight"].to(dtype)).eval()
+    config = StaticEmbeddingConfig(**read_json(folder / "config.json"))
+    return StaticEmbedding(config, module_weights(folder)["embedding.weight"].to(dtype)).eval()
+
+
+def is_static_folder(folder: Path) -> bool:
+    """Return whether `static_folder` wrote the folder."""
+    file = folder / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == StaticEmbeddingConfig.model_type
 
 
 def static_folder(folder: Path) -> Path:
