@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import accel
 from accel.artifact.sentence_settings import sentence_settings
-from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError
+from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError, ValidationError
+from accel.stages import sentence_comparison
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "retrieval.tar.xz"
 BACKENDS = ("cpu", "openvino")
 SPARSE = ("splade", "splade-sum", "sparse-auto-encoder", "inference-free")
-LATE = ("late", "late-min", "pylate")
+LATE = ("late", "late-min", "pylate", "stanford")
+STATIC = ("static", "static-model2vec")
 RERANKERS = ("reranker-flat", "reranker-structured", "reranker-plain")
 # The tolerance is for float32 values that other kernels compute, relative to the largest value. The stored results have six decimals.
 TOLERANCE = 1e-5
@@ -56,6 +61,8 @@ def opened(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ope
     def open_model(name: str, backend: str = "cpu") -> Any:
         if backend == "openvino":
             pytest.importorskip("openvino", reason="the extra openvino is not installed")
+        if backend == "pytorch" and (name, backend) not in models:
+            models[name, backend] = accel.ORTModel.from_pretrained(root / name, backend=backend)
         if (name, backend) not in models:
             accel.export(root / name, out / backend / name, backend=backend)
             models[name, backend] = accel.ORTModel.from_pretrained(out / backend / name, backend=backend)
@@ -115,6 +122,22 @@ def test_router(opened: Opened, results: dict[str, Any], backend: str, method: s
     model, expected = opened("router", backend), results["router"]
     close(getattr(model, method)(expected["texts"]), expected[method])
     close(getattr(model, method)(expected["texts"], truncate_dim=3), expected[f"{method}-truncate_dim"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "pytorch"])
+@pytest.mark.parametrize("name", STATIC)
+def test_static_embeddings(opened: Opened, results: dict[str, Any], name: str, backend: str, method: str) -> None:
+    model, expected = opened(name, backend), results[name]
+    close(getattr(model, method)(expected["texts"]), expected[method])
+    close([getattr(model, method)(text) for text in expected["texts"]], expected[method])
+
+
+def test_text_without_tokens_in_a_static_model(opened: Opened, root: Path) -> None:
+    model = opened("static")
+    alone, together = model.encode(""), model.encode(["card", "", " "])
+    close(together[1:], [alone, alone])
+    assert not np.allclose(together[0], alone)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -335,6 +358,70 @@ def test_settings_of_an_export_equal_those_of_its_source(root: Path, opened: Ope
             "side",
         ):
             assert getattr(source, field) == getattr(export, field), field
+
+
+# The tests below compare exports with sentence-transformers. A small module with the same interface takes its place.
+
+
+class Reader:
+    """The interface of sentence-transformers' classes, for a folder with mean pooling and Normalize."""
+
+    scale = 1.0
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = transformers.AutoModel.from_pretrained(folder).eval()
+
+    def preprocess(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        return dict(self.tokenizer(texts, return_tensors="pt"))
+
+    def __call__(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pooled = self.model(**features).last_hidden_state.mean(1)
+        return {"sentence_embedding": torch.nn.functional.normalize(pooled, dim=-1) * self.scale}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kind: type[Reader] | None, version: str = "6.2.0") -> None:
+    library = types.ModuleType("sentence_transformers")
+    library.SentenceTransformer = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", library)
+    monkeypatch.setattr(sentence_comparison, "version", lambda name: version)
+
+
+def test_exports_are_compared_with_sentence_transformers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, Reader)
+    artifact = accel.export(root / "options", tmp_path / "out")
+    record = artifact.manifest.steps[-1].validation["sentence_transformers"]
+    assert isinstance(record, dict)
+    assert record["version"] == "6.2.0"
+    assert 0 <= record["max_abs_difference"] < TOLERANCE
+
+
+def test_results_that_differ_from_sentence_transformers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, type("Other", (Reader,), {"scale": 1.01}))
+    with pytest.raises(ValidationError, match="differs from sentence-transformers 6.2.0"):
+        accel.export(root / "options", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "version"), [("options", "5.4.0"), ("m3", "6.2.0"), ("static", "6.2.0")])
+def test_exports_that_are_not_compared(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    install(monkeypatch, None, version)
+    assert "sentence_transformers" not in accel.export(root / name, tmp_path / "out").manifest.steps[-1].validation
+
+
+def test_models_that_sentence_transformers_cannot_load(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, None)
+    artifact = accel.export(root / "options", tmp_path / "out")
+    assert "sentence_transformers" not in artifact.manifest.steps[-1].validation
+    assert "its results were not compared" in caplog.text
 
 
 # The tests below send requests to the server's engine.
