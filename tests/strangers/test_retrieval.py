@@ -471,6 +471,48 @@ def test_server_selects_the_side_of_a_router(opened: Opened, results: dict[str, 
         assert embeddings["ubinary"] == np.packbits(np.array(embeddings["float"]) > 0, axis=-1).tolist()
 
 
+@pytest.fixture
+def ranged(opened: Opened, tmp_path: Path) -> Iterator[Any]:
+    """A model with the ranges of its embeddings."""
+    opened("options").save_pretrained(tmp_path / "ranged")
+    with accel.ORTModel.from_pretrained(tmp_path / "ranged") as model:
+        yield model
+
+
+def test_server_converts_embeddings_to_integers(ranged: Any, results: dict[str, Any]) -> None:
+    texts = results["options"]["texts"]
+    vectors = ranged.encode(texts, normalize_embeddings=True)
+    ranges = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+    values = dict(zip(("minimum", "maximum"), ranges.tolist(), strict=True))
+    (ranged.artifact.path / "embedding_ranges.json").write_text(json.dumps(values))
+    client = served_by(ranged)
+    for kind in ("int8", "uint8"):
+        # The integers of a text do not depend on the other texts of the request.
+        for part in (texts, texts[:1]):
+            answer = client.post("/v2/embed", json={"texts": part, "embedding_types": [kind]}).json()
+            expected = accel.quantize_embeddings(vectors[: len(part)], kind, ranges=ranges)
+            np.testing.assert_allclose(answer["embeddings"][kind], expected, rtol=0, atol=1)
+    answer = client.post("/v2/embed", json={"texts": texts, "embedding_types": ["int8"], "output_dimension": 4})
+    assert answer.status_code == 422
+    assert "belong to 8 dimensions" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("values", [{"minimum": [0.0]}, {"minimum": [0.0], "maximum": [1.0, 2.0]}, {"minimum": ["a"], "maximum": [1]}])
+def test_damaged_ranges(ranged: Any, values: dict[str, Any]) -> None:
+    from accel.artifact.embedding_ranges import embedding_ranges
+
+    assert embedding_ranges(ranged.artifact.path) is None
+    (ranged.artifact.path / "embedding_ranges.json").write_text(json.dumps(values))
+    with pytest.raises(IntegrityError, match="minimum and maximum"):
+        embedding_ranges(ranged.artifact.path)
+
+
+def test_server_needs_ranges_for_integers(opened: Opened) -> None:
+    answer = served_by(opened("options")).post("/v2/embed", json={"texts": ["card"], "embedding_types": ["int8"]})
+    assert answer.status_code == 422
+    assert "has no file embedding_ranges.json" in answer.json()["message"]
+
+
 def test_server_reranks_with_a_language_model(opened: Opened, results: dict[str, Any]) -> None:
     expected = results["reranker-structured"]
     client = served_by(opened("reranker-structured"))
