@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
+from pyarrow import parquet
 
 import accel
 from accel.artifact.sentence_settings import sentence_settings
 from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError, ValidationError
+from accel.serving.batch.batch_run import batch
 from accel.stages import sentence_comparison
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "retrieval.tar.xz"
@@ -229,6 +232,25 @@ def test_other_stages_keep_the_outputs(opened: Opened, results: dict[str, Any], 
         for method in ("encode_query", "encode_document"):
             for row, right in zip(getattr(optimized, method)(texts), getattr(model, method)(texts), strict=True):
                 close(torch.as_tensor(row).to_dense(), torch.as_tensor(right).to_dense())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["splade", "splade-sum", "sparse-auto-encoder"])
+def test_graphs_without_the_modules_of_sparse_encoders(
+    root: Path, results: dict[str, Any], tmp_path: Path, name: str, method: str
+) -> None:
+    """sentence-transformers exports only the transformer."""
+    task = "feature-extraction" if name == "sparse-auto-encoder" else "fill-mask"
+    accel.export(root / name, tmp_path / "graph", task=task)
+    folder = tmp_path / "folder"
+    shutil.copytree(root / name, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "onnx").mkdir()
+    graph = onnx.load(tmp_path / "graph" / "model.onnx")
+    del graph.metadata_props[:]
+    onnx.save(graph, folder / "onnx" / "model.onnx")
+    with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
+        close(getattr(model, method)(results[name]["texts"]).to_dense(), results[name][method])
 
 
 # The tests below pass invalid arguments or folders.
@@ -530,6 +552,68 @@ def served_by(model: Any) -> Any:
     # The models are shared by tests, so the server runs until the end of the session.
     client.__enter__()
     return client
+
+
+# The tests below run `accel batch` on a table.
+
+
+def written(
+    model: Any, tmp_path: Path, rows: list[dict[str, Any]], format: str, operation: str, **options: Any
+) -> list[dict[str, Any]]:
+    """Return the rows that `accel batch` writes."""
+    table = tmp_path / f"{operation}.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / f"{operation}-{format}"
+    batch(model, table, out, operation=operation, options=options, format=format)
+    if format == "parquet":
+        read: list[dict[str, Any]] = parquet.read_table(out).to_pylist()
+        return read
+    files = sorted(out.glob("rows-*.jsonl"))
+    assert files
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("name", ["splade", "inference-free"])
+@pytest.mark.parametrize("side", ["query", "document"])
+def test_table_of_sparse_embeddings(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, name: str, side: str, format: str
+) -> None:
+    rows = [{"text": text} for text in results[name]["texts"]]
+    for row, right in zip(
+        written(opened(name), tmp_path, rows, format, "embed_sparse", side=side), results[name][f"encode_{side}"], strict=True
+    ):
+        dense = np.zeros(len(right))
+        dense[row["indices"]] = row["values"]
+        close(dense, right)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("side", ["query", "document"])
+def test_table_of_token_vectors(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, side: str, format: str
+) -> None:
+    rows = [{"text": text} for text in results["stanford"]["texts"]]
+    options = {"side": side, "prompt_name": side}
+    for row, right in zip(
+        written(opened("stanford"), tmp_path, rows, format, "embed_all", **options),
+        results["stanford"][f"encode_{side}"],
+        strict=True,
+    ):
+        close(np.array(row["vectors"]).reshape(-1, 5), np.array(right).reshape(-1, 5))
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_table_of_dense_embeddings_and_scores(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, format: str
+) -> None:
+    rows = [{"text": text} for text in results["static"]["texts"]]
+    answer = written(opened("static"), tmp_path, rows, format, "embed")
+    close([row["embedding"] for row in answer], results["static"]["encode"])
+    expected = results["reranker-flat"]
+    pairs = [{"query": query, "documents": [document]} for query, document in expected["pairs"]]
+    answer = written(opened("reranker-flat"), tmp_path, pairs, format, "rank")
+    close([row["scores"][0] for row in answer], expected["scores"])
 
 
 @pytest.mark.parametrize(
