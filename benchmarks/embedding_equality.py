@@ -90,6 +90,10 @@ def dense(size: int = 48, *, activation: Any = None, **settings: Any) -> Callabl
     return lambda: rescale(Dense(HIDDEN, size, activation_function=activation or torch.nn.Tanh(), **settings))
 
 
+def scaled_norm() -> Any:
+    return rescale(LayerNorm(HIDDEN))
+
+
 def projection() -> Any:
     return rescale(
         Dense(HIDDEN, 32, bias=False, activation_function=torch.nn.Identity(), module_input_name="token_embeddings")
@@ -117,7 +121,12 @@ DEBERTA = {
     "position_buckets": 32, "share_att_key": True, "norm_rel_ebd": "layer_norm",
 }  # fmt: skip
 T5 = {"d_model": HIDDEN, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "pad_token_id": 0, "eos_token_id": 3}
-GEMMA = {**DECODER, "sliding_window": 64, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = {
+    **DECODER,
+    "sliding_window": 64,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MODELS: Mapping[str, Model] = {
     "bert": Model("BertConfig", "BertModel", SIZES, pooled("mean")),
     "bert-dense": Model("BertConfig", "BertModel", SIZES, pooled("cls", after=(dense(), Normalize))),
@@ -137,7 +146,7 @@ MODELS: Mapping[str, Model] = {
         "Gemma3TextConfig", "Gemma3TextModel", {**GEMMA, "use_bidirectional_attention": True},
         pooled("mean", after=(dense(96, bias=False, activation=torch.nn.Identity()), Normalize)),
     ),
-    "deberta-v2": Model("DebertaV2Config", "DebertaV2Model", DEBERTA, pooled("mean", after=(lambda: rescale(LayerNorm(HIDDEN)), Normalize))),
+    "deberta-v2": Model("DebertaV2Config", "DebertaV2Model", DEBERTA, pooled("mean", after=(scaled_norm, Normalize))),
     "albert": Model("AlbertConfig", "AlbertModel", {**SIZES, "embedding_size": 32}, pooled("mean_sqrt_len_tokens")),
     "electra": Model("ElectraConfig", "ElectraModel", {**SIZES, "embedding_size": 32}, pooled("max")),
     "splade": Model(
@@ -187,9 +196,14 @@ def saved_model(model: Model, tokenizer: Tokenizer, folder: Path) -> Any:
     config = getattr(transformers, model.config)(vocab_size=tokenizer.get_vocab_size(), **model.settings)
     base = folder / "base"
     torch.manual_seed(0)
-    rescale(getattr(transformers, model.architecture)(config).eval()).save_pretrained(base)
+    network: Any = rescale(getattr(transformers, model.architecture)(config).eval())
+    network.save_pretrained(base)
     names = ["input_ids", "token_type_ids", "attention_mask"]
-    names = names if model.architecture in ("BertModel", "AlbertModel", "ElectraModel", "NomicBertModel") else [names[0], names[2]]
+    names = (
+        names
+        if model.architecture in ("BertModel", "AlbertModel", "ElectraModel", "NomicBertModel")
+        else [names[0], names[2]]
+    )
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=512,
@@ -270,7 +284,8 @@ def compared(reference: Any, model: Any, texts: list[str], kind: str) -> Iterato
         if precision in ("int8", "uint8"):
             wrong = wrong_integers(actual[inside], expected[inside], values, distances["int"][inside])
         else:
-            wrong = wrong_integers(*(bits(codes, values.shape[1]) for codes in (actual, expected)), values, distances["bit"])
+            size = values.shape[1]
+            wrong = wrong_integers(bits(actual, size), bits(expected, size), values, distances["bit"])
         yield f"precision {precision}", float(wrong)
 
 

@@ -38,7 +38,8 @@ def save_model(folder: Path, layers: int, *, heads: bool) -> None:
         vocab_size=1000, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096,
         max_position_embeddings=514, type_vocab_size=1, pad_token_id=1,
     )  # fmt: skip
-    rescale(transformers.XLMRobertaModel(config, add_pooling_layer=False)).eval().save_pretrained(folder)
+    network: Any = rescale(transformers.XLMRobertaModel(config, add_pooling_layer=False)).eval()
+    network.save_pretrained(folder)
     entries = [
         {"path": "", "type": "sentence_transformers.models.Transformer"},
         {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},

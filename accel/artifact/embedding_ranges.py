@@ -27,7 +27,12 @@ def embedding_ranges(folder: Path) -> tuple[list[float], list[float]] | None:
         isinstance(limits, list) and all(isinstance(limit, int | float) and math.isfinite(limit) for limit in limits)
         for limits in (minimum, maximum)
     ]
-    if not all(numbers) or not isinstance(minimum, list) or not isinstance(maximum, list) or len(minimum) != len(maximum):
+    if (
+        not all(numbers)
+        or not isinstance(minimum, list)
+        or not isinstance(maximum, list)
+        or len(minimum) != len(maximum)
+    ):
         raise IntegrityError(
             f"{file} must contain the fields minimum and maximum: two lists with one number for each dimension of an embedding.",
             fix="compute the ranges again from the normalized embeddings of many documents.",

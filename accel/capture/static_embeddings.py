@@ -62,9 +62,9 @@ class StaticEmbedding(torch.nn.Module):
     def __init__(self, config: StaticEmbeddingConfig, weight: torch.Tensor) -> None:
         super().__init__()
         self.config = config
-        self.embedding = torch.nn.Embedding.from_pretrained(weight)
+        self.embedding = torch.nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
 
-    def get_input_embeddings(self) -> torch.nn.Module:
+    def get_input_embeddings(self) -> torch.nn.Embedding:
         """Return the table."""
         return self.embedding
 
@@ -163,7 +163,9 @@ def _write_tokenizer(file: Path, target: Path) -> int:
     values = read_json(file)
     truncation = values.get("truncation") or {}
     try:
-        tokenizer = Tokenizer.from_str(json.dumps({**values, "truncation": None, "padding": None, "post_processor": None}))
+        tokenizer = Tokenizer.from_str(
+            json.dumps({**values, "truncation": None, "padding": None, "post_processor": None})
+        )
     # tokenizers raises a plain Exception for an invalid file.
     except Exception as error:
         raise IntegrityError(f"{file} cannot be read: {error}", fix="download the model's files again.") from error

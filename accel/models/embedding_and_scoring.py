@@ -276,7 +276,9 @@ class SentenceEmbeddingFunction:
         name = output_of_side(side) if other else VECTORS
         if name in output and (counted is None or mask is None or bool((counted == mask).all())):
             vectors: torch.Tensor = output[name].float()
-        elif (states := "logits" if self.settings.kind == "sparse encoder" and "logits" in output else "last_hidden_state") in output:
+        elif (
+            states := "logits" if self.settings.kind == "sparse encoder" and "logits" in output else "last_hidden_state"
+        ) in output:
             hidden: torch.Tensor = output[states]
             mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
             vectors = self.pool(hidden, mask, counted, other=other)

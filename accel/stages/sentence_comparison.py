@@ -57,21 +57,30 @@ def compare_with_sentence_transformers(
         hub: Hub options of the model.
 
     Returns:
-        The record for the manifest under the key `sentence_transformers`. Empty if the folder is not of sentence-transformers, the
-        export replaces its pooling, the model is a static embedding or larger than 4 GB, or sentence-transformers 6 or newer is not installed.
+        The record for the manifest under the key `sentence_transformers`. Empty if the folder is not of
+        sentence-transformers, the export replaces its pooling, the model is a static embedding or larger than 4 GB, or
+        sentence-transformers 6 or newer is not installed.
 
     Raises:
         ValidationError: An output differs by more than the tolerance.
     """
     installed = _installed_version()
     spec = task_spec(source.task)
-    if installed is None or source.folder is None or not spec.sentence_kinds or config.pooling or config.normalize is not None:
+    if (
+        installed is None
+        or source.folder is None
+        or not spec.sentence_kinds
+        or config.pooling
+        or config.normalize is not None
+    ):
         return {}
     settings = sentence_settings(source.folder)
     if settings.kind not in spec.sentence_kinds or not (settings.kind in _CLASSES and _is_saved(settings)):
         return {}
     if source.nbytes > _MOST_BYTES:
-        logger.info("%s is not compared with sentence-transformers, because its weights are over 4 GB", source.origin.id)
+        logger.info(
+            "%s is not compared with sentence-transformers, because its weights are over 4 GB", source.origin.id
+        )
         return {}
     try:
         cases = _cases(source.folder, settings, {spec.name for spec in session.inputs}, hub)
@@ -119,7 +128,11 @@ def _cases(folder: Path, settings: SentenceSettings, inputs: set[str], hub: HubO
     with capture.quiet(), torch.inference_mode():
         reader: Any = getattr(sentence_transformers, _CLASSES[settings.kind])
         model = reader(
-            str(folder), device="cpu", trust_remote_code=hub.trust_remote_code, local_files_only=True, model_kwargs={"dtype": "float32"}
+            str(folder),
+            device="cpu",
+            trust_remote_code=hub.trust_remote_code,
+            local_files_only=True,
+            model_kwargs={"dtype": "float32"},
         )
         cases = []
         for side, name in _outputs(settings):

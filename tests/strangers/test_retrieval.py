@@ -519,7 +519,9 @@ def test_server_converts_embeddings_to_integers(ranged: Any, results: dict[str, 
     assert "belong to 8 dimensions" in answer.json()["message"]
 
 
-@pytest.mark.parametrize("values", [{"minimum": [0.0]}, {"minimum": [0.0], "maximum": [1.0, 2.0]}, {"minimum": ["a"], "maximum": [1]}])
+@pytest.mark.parametrize(
+    "values", [{"minimum": [0.0]}, {"minimum": [0.0], "maximum": [1.0, 2.0]}, {"minimum": ["a"], "maximum": [1]}]
+)
 def test_damaged_ranges(ranged: Any, values: dict[str, Any]) -> None:
     from accel.artifact.embedding_ranges import embedding_ranges
 
@@ -581,7 +583,9 @@ def test_table_of_sparse_embeddings(
 ) -> None:
     rows = [{"text": text} for text in results[name]["texts"]]
     for row, right in zip(
-        written(opened(name), tmp_path, rows, format, "embed_sparse", side=side), results[name][f"encode_{side}"], strict=True
+        written(opened(name), tmp_path, rows, format, "embed_sparse", side=side),
+        results[name][f"encode_{side}"],
+        strict=True,
     ):
         dense = np.zeros(len(right))
         dense[row["indices"]] = row["values"]

@@ -44,7 +44,9 @@ class CohereEmbedBody(Body):
     model: str | None = None
     texts: list[str] = Field(min_length=1)
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    embedding_types: list[Literal["float", "int8", "uint8", "base64", "binary", "ubinary"]] | None = Field(default=None, min_length=1)
+    embedding_types: list[Literal["float", "int8", "uint8", "base64", "binary", "ubinary"]] | None = Field(
+        default=None, min_length=1
+    )
     output_dimension: int | None = Field(default=None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
     priority: int | None = None

@@ -96,7 +96,11 @@ async def _score(call: HttpCall, body: ScoreBody) -> Response:
             for text, rows in places.items()
         )
     )
-    scores = {rows[entry["corpus_id"]]: entry["score"] for rows, entries in zip(places.values(), ranked, strict=True) for entry in entries}
+    scores = {
+        rows[entry["corpus_id"]]: entry["score"]
+        for rows, entries in zip(places.values(), ranked, strict=True)
+        for entry in entries
+    }
     return JsonReply(
         {
             "id": call.id,
@@ -111,7 +115,8 @@ async def _score(call: HttpCall, body: ScoreBody) -> Response:
 
 ENDPOINTS = (
     Endpoint(
-        path="/similarity", answer=_similarity, body=SimilarityBody, summary="Return the cosine similarity of a text to each of several texts",
+        path="/similarity", answer=_similarity, body=SimilarityBody,
+        summary="Return the cosine similarity of a text to each of several texts",
         tag="tasks", operation="embed", error=text_error,
         example={"inputs": {"source_sentence": "a lost card", "sentences": ["a stolen card", "the exchange rate"]}},
     ),
