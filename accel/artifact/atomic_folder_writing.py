@@ -24,6 +24,7 @@ from ..errors import AccelError, OutputFolderError
 from .checksums import is_inside
 from .manifest import MANIFEST
 from .probe_file import PROBES
+from .sentence_fields import STANFORD_CONFIG
 from .signatures import MATERIALS, STATEMENT
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _inherited: list[FileLock] = []
 
 # Extensions of small files that are copied with a model: configs, tokenizers, processors, the module list of
 # sentence-transformers.
-_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe")
+_COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".bpe", STANFORD_CONFIG)
 _NOT_COMPANIONS = (
     "accel_quantized.json",
     ".index.json",

@@ -15,6 +15,10 @@ from ..errors import ConfigError, IntegrityError
 MODULES = "modules.json"
 GENERAL = "config_sentence_transformers.json"
 ROUTER_CONFIG = "router_config.json"
+STATIC_PADDING = "[accel-padding]"
+"""Padding token that accel adds to static embedding models. Its vector is zero."""
+STANFORD_CONFIG = "artifact.metadata"
+"""File of a checkpoint of Stanford's ColBERT with its lengths and markers, as JSON."""
 SPARSE_HEAD, MULTI_VECTOR_HEAD = "sparse_linear.pt", "colbert_linear.pt"
 """Files next to the weights of a BGE-M3 model, as FlagEmbedding writes them."""
 

@@ -22,6 +22,7 @@ from .sentence_fields import (
     POOLING_MODES,
     ROUTER_CONFIG,
     SPARSE_HEAD,
+    STANFORD_CONFIG,
     TOKEN_VECTORS,
     check_fields,
     number_field,
@@ -42,11 +43,15 @@ _KINDS: Mapping[str, Kind] = {
     "ColBERT": "multi-vector encoder",
 }
 _PYLATE = "ColBERT"
+# The architecture in the config.json of the checkpoints of Stanford's ColBERT, which have no modules.json.
+_STANFORD = "HF_ColBERT"
 # Older names of modules. PyLate's module for the projection of token embeddings has the fields of Dense.
 _ALIASES = {"pylate.models.Dense.Dense": "Dense", "CSRSparsity": "SparseAutoEncoder", "IDF": "SparseStaticEmbedding"}
 _SPARSE = ("SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding", "MLMTransformer")
 _MULTI_VECTOR = ("MultiVectorMask",)
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
+STATIC_EMBEDDING = "StaticEmbedding"
+"""Class name of the module of models that look up one vector per token."""
 _ROUTERS = ("Router", "Asym")
 _ON_VECTORS = ("Dense", "LayerNorm", "Normalize", "Dropout")
 
@@ -236,6 +241,8 @@ def sentence_kind(folder: Path) -> Kind:
         IntegrityError: A file is damaged, or contains an unknown kind.
     """
     if not (folder / MODULES).is_file():
+        if _STANFORD in (_json(folder / "config.json").get("architectures") or ()):
+            return "multi-vector encoder"
         return "embedder" if any((folder / name).is_file() for name in (SPARSE_HEAD, MULTI_VECTOR_HEAD)) else ""
     model_type = _json(folder / GENERAL).get("model_type")
     if model_type is not None:
@@ -246,10 +253,20 @@ def sentence_kind(folder: Path) -> Kind:
             )
         return _KINDS[model_type]
     # sentence-transformers before version 5 did not write `model_type`, so the kind follows from the modules.
-    names = {_class(entry) for entry in _modules(folder)}
+    names = {module_class(entry) for entry in _modules(folder)}
     if names & set(_SPARSE):
         return "sparse encoder"
     return "multi-vector encoder" if names & set(_MULTI_VECTOR) else "embedder"
+
+
+def first_module_is_static(folder: Path) -> bool:
+    """Return whether the first module of a sentence-transformers folder is a static embedding, which has no transformer.
+
+    Raises:
+        IntegrityError: `modules.json` is damaged.
+    """
+    modules = _modules(folder) if (folder / MODULES).is_file() else []
+    return bool(modules) and module_class(modules[0]) == STATIC_EMBEDDING
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -324,6 +341,8 @@ def sentence_settings(folder: Path) -> SentenceSettings:
         settings = _with_layers(settings, paths, _default_side(folder, modules))
         if kind == "multi-vector encoder" and not settings.refusal:
             settings = _with_scored_tokens(settings, path or folder, transformer, general_file, general, paths[""])
+    elif kind == "multi-vector encoder":
+        settings = _of_stanford(settings)
     elif kind:
         # FlagEmbedding saves no modules.json. Its dense vectors are the normalized states of the first token.
         pooled = SentenceModule(kind="Pooling", folder=folder, modes=("cls",))
@@ -368,7 +387,7 @@ def _paths(folder: Path, modules: list[dict[str, Any]]) -> dict[str, list[tuple[
     paths: dict[str, list[tuple[str, Path]]] = {"": []}
     for entry in modules:
         place = folder / entry["path"]
-        if (name := _class(entry)) not in _ROUTERS:
+        if (name := module_class(entry)) not in _ROUTERS:
             for path in paths.values():
                 path.append((name, _existing(place, folder)))
             continue
@@ -400,7 +419,7 @@ def _part(place: Path, config: Mapping[str, Any], part: Any) -> tuple[str, Path]
             f"The router in {place} contains the module {part!r:.100} without a valid type or path.",
             fix="copy the router's config again from the original model.",
         )
-    return _class(entry), place / part
+    return module_class(entry), place / part
 
 
 def _router_config(place: Path) -> dict[str, Any]:
@@ -418,7 +437,7 @@ def _router_config(place: Path) -> dict[str, Any]:
 def _default_side(folder: Path, modules: list[dict[str, Any]]) -> str:
     """Return the path of the router that is used for texts that are neither queries nor documents; empty without a router."""
     for entry in modules:
-        if _class(entry) in _ROUTERS:
+        if module_class(entry) in _ROUTERS:
             config = _router_config(folder / entry["path"])
             parameters = config.get("parameters") or {}
             return str(parameters.get("default_route") or next(iter(config["structure"]), ""))
@@ -460,11 +479,15 @@ _ALLOWED: Mapping[str, tuple[str, ...]] = {
 }
 _REASONS = {
     "TokenPooling": "merges the vectors of similar tokens by clustering, which a graph cannot compute",
-    "StaticEmbedding": "looks up one vector per token without a transformer",
+    STATIC_EMBEDDING: "looks up one vector per token, and a router with a static embedding and a transformer contains two models",
     "SparseStaticEmbedding": "looks up one weight per token without a transformer, for documents too",
     "WordWeights": "weights words of a vocabulary that is not the tokenizer's",
-    "BoW": "counts words without a transformer",
-    "WordEmbeddings": "looks up one vector per word without a transformer",
+    "BoW": "counts words, which are found by Python code instead of a tokenizer",
+    "WordEmbeddings": "looks up one vector per word, and the words are found by Python code instead of a tokenizer",
+    "CNN": "has weights of its own that accel does not read",
+    "LSTM": "has weights of its own that accel does not read",
+    "WeightedLayerPooling": "reads the hidden states of all layers",
+    "CLIPModel": "embeds images and texts with two models",
 }
 
 
@@ -611,6 +634,40 @@ def _with_scored_tokens(
     )
 
 
+def _of_stanford(settings: SentenceSettings) -> SentenceSettings:
+    """Return the settings of a checkpoint of Stanford's ColBERT, whose defaults are those of sentence-transformers.
+
+    The markers of queries and documents are tokens of the vocabulary. The projection `linear.weight` is stored with the transformer.
+
+    Raises:
+        IntegrityError: A length is not a whole number above 0.
+    """
+    file = settings.folder / STANFORD_CONFIG
+    values = _json(file)
+    markers = {
+        QUERY: values.get("query_token_id") or "[unused0]",
+        DOCUMENT: values.get("doc_token_id") or "[unused1]",
+    }
+    prompts = {side: f"{marker} " for side, marker in markers.items()}
+    length = number_field(file, values, "doc_maxlen")
+    return replace(
+        settings,
+        prompts={**prompts, **settings.prompts},
+        prefixes=tuple(prompts.values()),
+        lengths={} if length is None else {DOCUMENT: length},
+        expansion=QueryExpansion(
+            length=number_field(file, values, "query_maxlen") or 32,
+            truncates=True,
+            attended=values.get("attend_to_mask_tokens") is True,
+        ),
+        skipped_words=_PUNCTUATION if values.get("mask_punctuation", True) else (),
+        layers=(
+            SentenceModule(kind="Dense", folder=settings.folder, activation="torch.nn.Identity"),
+            SentenceModule(kind="Normalize", folder=settings.folder),
+        ),
+    )
+
+
 _EXPANSION_FIELDS = {"strategy", "attend", "token", "length"}
 
 
@@ -706,8 +763,8 @@ def _modules(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _class(entry: Mapping[str, Any]) -> str:
-    """Return the class name of a module; with its package if the package is not sentence-transformers."""
+def module_class(entry: Mapping[str, Any]) -> str:
+    """Return the class name of an entry of `modules.json`; with its package if the package is not sentence-transformers."""
     package, _, name = str(entry["type"]).rpartition(".")
     if package.partition(".")[0] != "sentence_transformers":
         name = str(entry["type"])

@@ -67,6 +67,9 @@ from .source_loader import base_of_adapter as base_of_adapter
 from .source_loader import code_elsewhere as code_elsewhere
 from .source_loader import load_source as load_source
 from .source_loader import modes_kept as modes_kept
+from .static_embeddings import is_static_folder as is_static_folder
+from .static_embeddings import load_static as load_static
+from .static_embeddings import static_folder as static_folder
 from .streamed_weights import ModelWeight as ModelWeight
 from .streamed_weights import StreamedWeight as StreamedWeight
 from .streamed_weights import StreamedWeights as StreamedWeights

@@ -364,7 +364,7 @@ def activation_function(path: str) -> torch.nn.Module:
 def _module(layer: SentenceModule) -> torch.nn.Module:
     if layer.kind == "Normalize":
         return Normalize()
-    weights = _weights(layer.folder)
+    weights = module_weights(layer.folder)
     if layer.kind == "SparseAutoEncoder":
         # The decoder has the same weight, and a file has the weight only once, under either name.
         weight = weights.get("encoder.weight", weights.get("decoder.linear.weight"))
@@ -409,7 +409,7 @@ def token_table(folder: Path) -> torch.Tensor:
     Raises:
         ExportError, IntegrityError: The weights are missing or have another shape.
     """
-    weight = _weights(folder).get("weight")
+    weight = module_weights(folder).get("weight")
     if weight is None or weight.dim() != 1:
         raise IntegrityError(
             f"{folder} does not contain one weight per token.", fix="download the model's files again."
@@ -417,7 +417,12 @@ def token_table(folder: Path) -> torch.Tensor:
     return weight.float()
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def module_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights in the folder of a module, by name.
+
+    Raises:
+        ExportError: The folder contains no weights.
+    """
     from safetensors.torch import load_file
 
     file, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..artifact.sentence_fields import TOKEN_VECTORS, TOKEN_WEIGHTS, VECTORS, output_of_side
+from ..artifact.sentence_fields import STATIC_PADDING, TOKEN_VECTORS, TOKEN_WEIGHTS, VECTORS, output_of_side
 from ..artifact.sentence_settings import DOCUMENT, QUERY, SentenceSettings, sentence_settings
 from ..capture.sentence_embeddings import SentenceLayers, activation_function, sentence_layers, token_table
 from ..config import check_number
@@ -136,6 +136,10 @@ class SentenceRows(TextBatcher):
         if side == QUERY and self.settings.token_table is not None:
             return self._tokenized(texts, None, self.max_length, add_special_tokens=False)
         rows = self._tokenized(texts, pairs, self._length_of(side))
+        if self.tokenizer.pad_token == STATIC_PADDING:
+            # The vector of this token is zero, and so is the vector of a text without tokens.
+            blank = {"input_ids": [self.tokenizer.pad_token_id], "attention_mask": [1]}
+            rows = [row if row["input_ids"] else blank for row in rows]
         if self.settings.kind == "multi-vector encoder":
             return [self.scored(row, side) for row in rows]
         if self.settings.include_prompt:
@@ -272,8 +276,10 @@ class SentenceEmbeddingFunction:
         name = output_of_side(side) if other else VECTORS
         if name in output and (counted is None or mask is None or bool((counted == mask).all())):
             vectors: torch.Tensor = output[name].float()
-        elif "last_hidden_state" in output:
-            hidden: torch.Tensor = output["last_hidden_state"]
+        elif (
+            states := "logits" if self.settings.kind == "sparse encoder" and "logits" in output else "last_hidden_state"
+        ) in output:
+            hidden: torch.Tensor = output[states]
             mask = torch.ones(hidden.shape[:2], dtype=torch.int64) if mask is None else mask
             vectors = self.pool(hidden, mask, counted, other=other)
         else:

@@ -28,6 +28,7 @@ from ..interfaces.task_registry import is_adapter, task_spec
 from .compiled_export import compile_artifact, compiles
 from .graph_comparison import compare_with_model
 from .probe_recording import probes_for, record_probes
+from .sentence_comparison import compare_with_sentence_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -260,6 +261,9 @@ def _check(
     dtype = artifact.dtype if artifact.manifest.quantization is None else capture.INTEGERS
     with opened(artifact, backend, hub) as sessions:
         comparison = compare_with_model(sessions.sessions, cases, config.atol, dtype, source.model)
+        if source.name in sessions.sessions:
+            session = sessions.sessions[source.name]
+            comparison |= compare_with_sentence_transformers(artifact, session, source, config, hub)
         record_probes(artifact, probes_for(artifact, cases, source), sessions)
     return comparison
 

@@ -20,7 +20,7 @@ from ..artifact.gguf_files import GGUF, gguf_files
 from ..artifact.hub import HubOptions, Location, locate
 from ..artifact.manifest import MANIFEST, Artifact
 from ..artifact.resolved_model import Kind, ResolvedModel
-from ..artifact.sentence_settings import sentence_kind, sentence_settings, transformer_folder
+from ..artifact.sentence_settings import first_module_is_static, sentence_kind, sentence_settings, transformer_folder
 from ..config import ExportConfig, check_type
 from ..errors import ArtifactNotFoundError, ConfigError, TaskError, did_you_mean
 from ..interfaces.task_registry import (
@@ -130,6 +130,7 @@ def resolve(
         want_graph=False if weights else None if export is None else not export,
         choose_graphs=partial(graphs_to_fetch, os.fspath(model), file_name=file_name, variant=variant),
     )
+    location = _static(location)
     folder = location.folder
     resolved = ResolvedModel(
         kind="weights", id=location.id, task=any_graph_task(), folder=folder, revision=location.revision, hub=hub
@@ -185,6 +186,15 @@ def resolve(
         )
     kind: Kind = "adapter" if adapter else "weights"
     return replace(resolved, kind=kind, task=_task_of_weights(folder, task, default_task, adapter=adapter))
+
+
+def _static(location: Location) -> Location:
+    """Return the location of a static embedding model in the form of a transformers folder. Other locations are returned unchanged."""
+    if not first_module_is_static(location.folder):
+        return location
+    from ..capture import static_folder  # imports torch
+
+    return replace(location, folder=static_folder(location.folder))
 
 
 def _of_gguf(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from transformers import modeling_outputs
 
 from ..artifact.sentence_fields import TOKEN_VECTORS, VECTORS
-from ..artifact.sentence_settings import DOCUMENT, QUERY, embedding_roles, sentence_settings
+from ..artifact.sentence_settings import DOCUMENT, QUERY, embedding_roles, sentence_kind, sentence_settings
 from ..capture.sentence_embeddings import Normalize, sentence_layers
+from ..capture.static_embeddings import load_static
 from ..data.encoded_rows import EncodedRows, from_tokenizer
 from ..data.labels import numbers, texts
 from ..deploying.triton.text_fronts import TextFront, TextModelFacts, TritonTensor
@@ -49,7 +51,9 @@ class ORTModelForFeatureExtraction(ORTModel):
     task = "feature-extraction"
 
     def _choose_output(self, names: Sequence[str]) -> Any:
-        if "logits" in names or "start_logits" in names:
+        # sentence-transformers exports the transformer of a sparse encoder alone; `encode` pools its logits.
+        sparse = "logits" in names and sentence_kind(self.artifact.path) == "sparse encoder"
+        if ("logits" in names and not sparse) or "start_logits" in names:
             raise TaskError(
                 f"The graph in {self.artifact.path} returns {', '.join(names)} and no hidden states, which {type(self).__name__} needs.",
                 fix="load the folder with the ORTModelFor... class of the task that the model was exported for.",
@@ -60,7 +64,7 @@ class ORTModelForFeatureExtraction(ORTModel):
         self._pools = pools and "sentence_embedding" not in returned
         self._after = self._named_and_pooled if self._roles or self._pools else None
         self._vectors: SentenceEmbeddingFunction | None = None
-        if self._pools or returned & {VECTORS, TOKEN_VECTORS}:
+        if self._pools or sparse or returned & {VECTORS, TOKEN_VECTORS}:
             return SentenceEmbeddingOutput
         if "pooler_output" in names:
             return modeling_outputs.BaseModelOutputWithPooling
@@ -182,6 +186,9 @@ class FeatureExtraction(Task):
     """The tasks `feature-extraction` and `sentence-similarity`: hidden states and sentence embeddings."""
 
     model = ORTModelForFeatureExtraction
+
+    def load(self, folder: Path, **options: Any) -> torch.nn.Module | None:
+        return load_static(folder, options["dtype"])
 
     def predictor(self, config: Any) -> type[Predictor]:
         return SimilarityPredictor

@@ -42,6 +42,7 @@ BASE: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "help", "documents": ["bank", "card"]},
     "/embed": {"inputs": "my card"},
     "/rerank": {"query": "help", "texts": ["bank", LONG]},
+    "/similarity": {"inputs": {"source_sentence": "my card", "sentences": ["help", "my card", LONG]}},
     "/tokenize": {"inputs": "my card"},
 }
 """A valid request body for each path."""
@@ -55,6 +56,8 @@ SENT: dict[str, Any] = {
     "function_call": "auto",
     "functions": [TOOL["function"]],
     "images": ["data:image/png;base64,AA=="],
+    "inputs /similarity": {"source_sentence": "help", "sentences": ["help"]},
+    "parameters": {"prompt_name": "query"},
     "inputs /v2/embed": [{"content": [{"type": "text", "text": "help"}]}],
     "logit_bias": {"9": 100},
     "logprobs": True,
@@ -281,6 +284,40 @@ def not_normalized(client: TestClient) -> None:
     assert np.allclose(embedding / np.linalg.norm(embedding), vector(client, "/embed"), atol=1e-5)
 
 
+def cosines(client: TestClient) -> None:
+    first, *others = (vector(client, "/embed", inputs=text) for text in ("my card", "help", "my card", LONG))
+    assert np.allclose(ask(client, "/similarity"), [first @ other for other in others], atol=1e-5)
+
+
+def prompted_cosines(client: TestClient) -> None:
+    texts = {"source_sentence": "my card", "sentences": ["help"]}
+    first, second = (vector(client, "/embed", inputs=f"where is {text}") for text in ("my card", "help"))
+    answer = ask(client, "/similarity", inputs=texts, parameters={"prompt_name": "query"})
+    assert np.allclose(answer, [first @ second], atol=1e-5)
+    answer = client.post("/similarity", json={**BASE["/similarity"], "parameters": {"truncate": False}})
+    assert "tokens, but the model accepts at most 94" in error_text(answer)
+
+
+def test_scores_of_pairs_equal_those_of_rerank(client: TestClient) -> None:
+    texts = ["bank", "card", "paris"]
+
+    def score(**body: Any) -> list[float]:
+        data = client.post("/score", json={"model": "scores", **body}).json()["data"]
+        assert [entry["index"] for entry in data] == list(range(len(data)))
+        return [entry["score"] for entry in data]
+
+    expected = {
+        query: {entry["index"]: entry["score"] for entry in ask(client, "/rerank", query=query, texts=texts)}
+        for query in ("help", "my card")
+    }
+    assert np.allclose(score(text_1="help", text_2=texts), [expected["help"][i] for i in range(3)], atol=1e-6)
+    pairs = score(text_1=["help", "my card", "help"], text_2=texts)
+    assert np.allclose(pairs, [expected["help"][0], expected["my card"][1], expected["help"][2]], atol=1e-6)
+    assert np.allclose(score(text_1=["my card"], text_2="bank"), [expected["my card"][0]], atol=1e-6)
+    answer = client.post("/score", json={"model": "scores", "text_1": ["a", "b"], "text_2": texts})
+    assert (answer.status_code, "they have 2 and 3 texts" in error_text(answer)) == (422, True)
+
+
 def scores_of_pairs(client: TestClient) -> None:
     raw = {entry["index"]: entry["score"] for entry in ask(client, "/rerank", raw_scores=True)}
     for entry in ask(client, "/rerank"):
@@ -314,6 +351,8 @@ CHECKS: dict[tuple[str, str], Callable[[TestClient], None]] = {
     ("/v2/embed", "embedding_types"): encoded_twice,
     ("/embed", "normalize"): not_normalized,
     ("/rerank", "raw_scores"): scores_of_pairs,
+    ("/similarity", "inputs"): cosines,
+    ("/similarity", "parameters"): prompted_cosines,
     ("/rerank", "truncate"): documents_not_cut,
 }  # fmt: skip
 """Functions that check the effect of a field. Used if a different response is not enough to prove the effect."""

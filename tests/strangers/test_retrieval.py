@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tarfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
+import transformers
+from pyarrow import parquet
 
 import accel
 from accel.artifact.sentence_settings import sentence_settings
-from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError
+from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError, ValidationError
+from accel.serving.batch.batch_run import batch
+from accel.stages import sentence_comparison
 
 PACKED = Path(__file__).parents[1] / "fixtures" / "foreign" / "retrieval.tar.xz"
 BACKENDS = ("cpu", "openvino")
 SPARSE = ("splade", "splade-sum", "sparse-auto-encoder", "inference-free")
-LATE = ("late", "late-min", "pylate")
+LATE = ("late", "late-min", "pylate", "stanford")
+STATIC = ("static", "static-model2vec")
 RERANKERS = ("reranker-flat", "reranker-structured", "reranker-plain")
 # The tolerance is for float32 values that other kernels compute, relative to the largest value. The stored results have six decimals.
 TOLERANCE = 1e-5
@@ -56,6 +64,8 @@ def opened(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ope
     def open_model(name: str, backend: str = "cpu") -> Any:
         if backend == "openvino":
             pytest.importorskip("openvino", reason="the extra openvino is not installed")
+        if backend == "pytorch" and (name, backend) not in models:
+            models[name, backend] = accel.ORTModel.from_pretrained(root / name, backend=backend)
         if (name, backend) not in models:
             accel.export(root / name, out / backend / name, backend=backend)
             models[name, backend] = accel.ORTModel.from_pretrained(out / backend / name, backend=backend)
@@ -115,6 +125,22 @@ def test_router(opened: Opened, results: dict[str, Any], backend: str, method: s
     model, expected = opened("router", backend), results["router"]
     close(getattr(model, method)(expected["texts"]), expected[method])
     close(getattr(model, method)(expected["texts"], truncate_dim=3), expected[f"{method}-truncate_dim"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "pytorch"])
+@pytest.mark.parametrize("name", STATIC)
+def test_static_embeddings(opened: Opened, results: dict[str, Any], name: str, backend: str, method: str) -> None:
+    model, expected = opened(name, backend), results[name]
+    close(getattr(model, method)(expected["texts"]), expected[method])
+    close([getattr(model, method)(text) for text in expected["texts"]], expected[method])
+
+
+def test_text_without_tokens_in_a_static_model(opened: Opened, root: Path) -> None:
+    model = opened("static")
+    alone, together = model.encode(""), model.encode(["card", "", " "])
+    close(together[1:], [alone, alone])
+    assert not np.allclose(together[0], alone)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -206,6 +232,25 @@ def test_other_stages_keep_the_outputs(opened: Opened, results: dict[str, Any], 
         for method in ("encode_query", "encode_document"):
             for row, right in zip(getattr(optimized, method)(texts), getattr(model, method)(texts), strict=True):
                 close(torch.as_tensor(row).to_dense(), torch.as_tensor(right).to_dense())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["splade", "splade-sum", "sparse-auto-encoder"])
+def test_graphs_without_the_modules_of_sparse_encoders(
+    root: Path, results: dict[str, Any], tmp_path: Path, name: str, method: str
+) -> None:
+    """sentence-transformers exports only the transformer."""
+    task = "feature-extraction" if name == "sparse-auto-encoder" else "fill-mask"
+    accel.export(root / name, tmp_path / "graph", task=task)
+    folder = tmp_path / "folder"
+    shutil.copytree(root / name, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "onnx").mkdir()
+    graph = onnx.load(tmp_path / "graph" / "model.onnx")
+    del graph.metadata_props[:]
+    onnx.save(graph, folder / "onnx" / "model.onnx")
+    with accel.ORTModelForFeatureExtraction.from_pretrained(folder) as model:
+        close(getattr(model, method)(results[name]["texts"]).to_dense(), results[name][method])
 
 
 # The tests below pass invalid arguments or folders.
@@ -337,6 +382,70 @@ def test_settings_of_an_export_equal_those_of_its_source(root: Path, opened: Ope
             assert getattr(source, field) == getattr(export, field), field
 
 
+# The tests below compare exports with sentence-transformers. A small module with the same interface takes its place.
+
+
+class Reader:
+    """The interface of sentence-transformers' classes, for a folder with mean pooling and Normalize."""
+
+    scale = 1.0
+
+    def __init__(self, folder: str, **options: Any) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = transformers.AutoModel.from_pretrained(folder).eval()
+
+    def preprocess(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        return dict(self.tokenizer(texts, return_tensors="pt"))
+
+    def __call__(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pooled = self.model(**features).last_hidden_state.mean(1)
+        return {"sentence_embedding": torch.nn.functional.normalize(pooled, dim=-1) * self.scale}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kind: type[Reader] | None, version: str = "6.2.0") -> None:
+    library = types.ModuleType("sentence_transformers")
+    library.SentenceTransformer = kind  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers", library)
+    monkeypatch.setattr(sentence_comparison, "version", lambda name: version)
+
+
+def test_exports_are_compared_with_sentence_transformers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, Reader)
+    artifact = accel.export(root / "options", tmp_path / "out")
+    record = artifact.manifest.steps[-1].validation["sentence_transformers"]
+    assert isinstance(record, dict)
+    assert record["version"] == "6.2.0"
+    assert 0 <= record["max_abs_difference"] < TOLERANCE
+
+
+def test_results_that_differ_from_sentence_transformers(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, type("Other", (Reader,), {"scale": 1.01}))
+    with pytest.raises(ValidationError, match="differs from sentence-transformers 6.2.0"):
+        accel.export(root / "options", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "version"), [("options", "5.4.0"), ("m3", "6.2.0"), ("static", "6.2.0")])
+def test_exports_that_are_not_compared(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str
+) -> None:
+    install(monkeypatch, None, version)
+    assert "sentence_transformers" not in accel.export(root / name, tmp_path / "out").manifest.steps[-1].validation
+
+
+def test_models_that_sentence_transformers_cannot_load(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(monkeypatch, None)
+    artifact = accel.export(root / "options", tmp_path / "out")
+    assert "sentence_transformers" not in artifact.manifest.steps[-1].validation
+    assert "its results were not compared" in caplog.text
+
+
 # The tests below send requests to the server's engine.
 
 
@@ -384,6 +493,50 @@ def test_server_selects_the_side_of_a_router(opened: Opened, results: dict[str, 
         assert embeddings["ubinary"] == np.packbits(np.array(embeddings["float"]) > 0, axis=-1).tolist()
 
 
+@pytest.fixture
+def ranged(opened: Opened, tmp_path: Path) -> Iterator[Any]:
+    """A model with the ranges of its embeddings."""
+    opened("options").save_pretrained(tmp_path / "ranged")
+    with accel.ORTModel.from_pretrained(tmp_path / "ranged") as model:
+        yield model
+
+
+def test_server_converts_embeddings_to_integers(ranged: Any, results: dict[str, Any]) -> None:
+    texts = results["options"]["texts"]
+    vectors = ranged.encode(texts, normalize_embeddings=True)
+    ranges = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+    values = dict(zip(("minimum", "maximum"), ranges.tolist(), strict=True))
+    (ranged.artifact.path / "embedding_ranges.json").write_text(json.dumps(values))
+    client = served_by(ranged)
+    for kind in ("int8", "uint8"):
+        # The integers of a text do not depend on the other texts of the request.
+        for part in (texts, texts[:1]):
+            answer = client.post("/v2/embed", json={"texts": part, "embedding_types": [kind]}).json()
+            expected = accel.quantize_embeddings(vectors[: len(part)], kind, ranges=ranges)
+            np.testing.assert_allclose(answer["embeddings"][kind], expected, rtol=0, atol=1)
+    answer = client.post("/v2/embed", json={"texts": texts, "embedding_types": ["int8"], "output_dimension": 4})
+    assert answer.status_code == 422
+    assert "belong to 8 dimensions" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "values", [{"minimum": [0.0]}, {"minimum": [0.0], "maximum": [1.0, 2.0]}, {"minimum": ["a"], "maximum": [1]}]
+)
+def test_damaged_ranges(ranged: Any, values: dict[str, Any]) -> None:
+    from accel.artifact.embedding_ranges import embedding_ranges
+
+    assert embedding_ranges(ranged.artifact.path) is None
+    (ranged.artifact.path / "embedding_ranges.json").write_text(json.dumps(values))
+    with pytest.raises(IntegrityError, match="minimum and maximum"):
+        embedding_ranges(ranged.artifact.path)
+
+
+def test_server_needs_ranges_for_integers(opened: Opened) -> None:
+    answer = served_by(opened("options")).post("/v2/embed", json={"texts": ["card"], "embedding_types": ["int8"]})
+    assert answer.status_code == 422
+    assert "has no file embedding_ranges.json" in answer.json()["message"]
+
+
 def test_server_reranks_with_a_language_model(opened: Opened, results: dict[str, Any]) -> None:
     expected = results["reranker-structured"]
     client = served_by(opened("reranker-structured"))
@@ -401,6 +554,70 @@ def served_by(model: Any) -> Any:
     # The models are shared by tests, so the server runs until the end of the session.
     client.__enter__()
     return client
+
+
+# The tests below run `accel batch` on a table.
+
+
+def written(
+    model: Any, tmp_path: Path, rows: list[dict[str, Any]], format: str, operation: str, **options: Any
+) -> list[dict[str, Any]]:
+    """Return the rows that `accel batch` writes."""
+    table = tmp_path / f"{operation}.jsonl"
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / f"{operation}-{format}"
+    batch(model, table, out, operation=operation, options=options, format=format)
+    if format == "parquet":
+        read: list[dict[str, Any]] = parquet.read_table(out).to_pylist()
+        return read
+    files = sorted(out.glob("rows-*.jsonl"))
+    assert files
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("name", ["splade", "inference-free"])
+@pytest.mark.parametrize("side", ["query", "document"])
+def test_table_of_sparse_embeddings(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, name: str, side: str, format: str
+) -> None:
+    rows = [{"text": text} for text in results[name]["texts"]]
+    for row, right in zip(
+        written(opened(name), tmp_path, rows, format, "embed_sparse", side=side),
+        results[name][f"encode_{side}"],
+        strict=True,
+    ):
+        dense = np.zeros(len(right))
+        dense[row["indices"]] = row["values"]
+        close(dense, right)
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+@pytest.mark.parametrize("side", ["query", "document"])
+def test_table_of_token_vectors(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, side: str, format: str
+) -> None:
+    rows = [{"text": text} for text in results["stanford"]["texts"]]
+    options = {"side": side, "prompt_name": side}
+    for row, right in zip(
+        written(opened("stanford"), tmp_path, rows, format, "embed_all", **options),
+        results["stanford"][f"encode_{side}"],
+        strict=True,
+    ):
+        close(np.array(row["vectors"]).reshape(-1, 5), np.array(right).reshape(-1, 5))
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_table_of_dense_embeddings_and_scores(
+    opened: Opened, results: dict[str, Any], tmp_path: Path, format: str
+) -> None:
+    rows = [{"text": text} for text in results["static"]["texts"]]
+    answer = written(opened("static"), tmp_path, rows, format, "embed")
+    close([row["embedding"] for row in answer], results["static"]["encode"])
+    expected = results["reranker-flat"]
+    pairs = [{"query": query, "documents": [document]} for query, document in expected["pairs"]]
+    answer = written(opened("reranker-flat"), tmp_path, pairs, format, "rank")
+    close([row["scores"][0] for row in answer], expected["scores"])
 
 
 @pytest.mark.parametrize(

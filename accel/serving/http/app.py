@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 PROTOCOLS = (
     "health",
     "text_bodies",
+    "text_pairs",
     "openai",
     "generation_endpoints",
     "cohere",

@@ -10,10 +10,11 @@ import numpy as np
 from pydantic import Field
 from starlette.responses import Response
 
-from ...models.vector_functions import quantize_embeddings
+from ...artifact.embedding_ranges import EMBEDDING_RANGES, embedding_ranges
+from ...models.vector_functions import Precision, quantize_embeddings
 from .bodies import Body
 from .endpoints import Endpoint, HttpCall
-from .replies import JsonReply, message_error
+from .replies import HttpError, JsonReply, message_error
 
 _PRIORITY = {"priority": "The server has one queue for all requests."}
 
@@ -43,7 +44,9 @@ class CohereEmbedBody(Body):
     model: str | None = None
     texts: list[str] = Field(min_length=1)
     input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = None
-    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = Field(default=None, min_length=1)
+    embedding_types: list[Literal["float", "int8", "uint8", "base64", "binary", "ubinary"]] | None = Field(
+        default=None, min_length=1
+    )
     output_dimension: int | None = Field(default=None, ge=1)
     truncate: Literal["NONE", "START", "END"] = "END"
     priority: int | None = None
@@ -55,8 +58,7 @@ class CohereEmbedBody(Body):
         "max_tokens": "remove max_tokens: the server truncates texts to the model's maximum length.",
     }
     remedies: ClassVar[Mapping[str, str]] = {
-        "embedding_types": "request float, base64, binary or ubinary. int8 and uint8 need ranges of many documents: convert float "
-        "embeddings in the client.",
+        "embedding_types": "request float, int8, uint8, base64, binary or ubinary.",
         "input_type": "use an input type for text: this server does not embed images.",
     }
 
@@ -88,19 +90,48 @@ async def _rerank(call: HttpCall, body: CohereRerankBody) -> Response:
     return JsonReply({"id": call.id, "results": results, "meta": _meta(call)})
 
 
+def _ranges(call: HttpCall, body: CohereEmbedBody) -> np.ndarray[Any, Any]:
+    """Return the ranges of the model's embeddings, `(2, size)`.
+
+    The texts of one request cannot define the ranges: the same text would then have other integers in another request.
+
+    Raises:
+        HttpError: The model has no ranges, or the request changes the dimensions that they belong to.
+    """
+    name = call.server.model_for(body.model, "embed")
+    saved = embedding_ranges(call.engine.models[name].artifact.path)
+    if saved is None:
+        raise HttpError(
+            422,
+            f"`embedding_types` contains int8 or uint8, but the folder of the model {name!r} has no file {EMBEDDING_RANGES} with the "
+            "ranges of its embeddings.",
+            fix="write this file from the embeddings of many documents, or request float, binary or ubinary.",
+        )
+    if body.output_dimension is not None and body.output_dimension != len(saved[0]):
+        raise HttpError(
+            422,
+            f"`output_dimension` is {body.output_dimension}, but the ranges for int8 and uint8 belong to {len(saved[0])} dimensions.",
+            fix="leave output_dimension out, or request float, binary or ubinary.",
+        )
+    return np.array(saved, np.float32)
+
+
 async def _embed(call: HttpCall, body: CohereEmbedBody) -> Response:
     call.check_batch(len(body.texts))
+    kinds = body.embedding_types or ["float"]
+    ranges = _ranges(call, body) if {"int8", "uint8"} & set(kinds) else None
     vectors: np.ndarray[Any, Any] = await call.ask(
         body.texts, operation="embed", model=body.model, normalize_embeddings=True, truncate_dim=body.output_dimension,
         prompt_name=_PROMPTS[body.input_type] if body.input_type is not None else None,
         side=_SIDES.get(body.input_type or "", ""), **_CUT[body.truncate],
     )  # fmt: skip
     embeddings: dict[str, Any] = {}
-    for kind in body.embedding_types or ["float"]:
+    for kind in kinds:
         if kind == "base64":
             embeddings[kind] = [encoded(row) for row in vectors]
         else:
-            embeddings[kind] = quantize_embeddings(vectors, "float32" if kind == "float" else kind).tolist()
+            precision: Precision = "float32" if kind == "float" else kind
+            embeddings[kind] = quantize_embeddings(vectors, precision, ranges=ranges).tolist()
     return JsonReply(
         {
             "id": call.id,

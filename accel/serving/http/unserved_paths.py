@@ -10,7 +10,6 @@ from .replies import ErrorShape, HttpError, error_text, message_error, plain_err
 
 UNSUPPORTED = {
     "/predict": "use `/classify`, which returns labels with scores.",
-    "/similarity": "use `/embed`, and compute the dot product of two embeddings, which is equal to their cosine similarity.",
     "/decode": "decode the token ids in the client, with the tokenizer of the model.",
     "/info": "use `/v1/models` for the list of models, or `/v2/models/NAME` for the inputs and outputs of one model.",
     "/v2/chat": "use `/v1/chat/completions` with an OpenAI client.",
