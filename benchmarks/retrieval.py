@@ -209,7 +209,7 @@ def random_texts(tokenizer: Any, kind: Texts) -> list[str]:
 
 
 def save_late_model(base: Path, folder: Path, projection: torch.Tensor) -> Path:
-    """Turn a folder of transformers into a multi-vector model with a projection `(size, hidden)`, in the files of sentence-transformers 6."""
+    """Save a model of transformers with a projection `(size, hidden)` as a multi-vector model of sentence-transformers 6."""
     from safetensors.torch import save_file
 
     skipped = shutil.ignore_patterns("modules.json", "*Pooling*", "*Normalize*", "config_sentence*", "sentence_bert*")
@@ -283,9 +283,7 @@ def artifacts(source: Path, work: Path, names: set[str], calibration: Sequence[s
         if "onnx-dynamic" in names:
             create_once(work / "onnx-dynamic", lambda out: quantize(onnx, out, scheme="dynamic-int8"))
         if "onnx-static" in names:
-            create_once(
-                work / "onnx-static", lambda out: quantize(onnx, out, scheme="static-int8", calibration=rows)
-            )
+            create_once(work / "onnx-static", lambda out: quantize(onnx, out, scheme="static-int8", calibration=rows))
         if "onnx-o4" in names:
             create_once(work / "onnx-o4", lambda out: optimize(onnx, out, backend="cuda", level="O4"))
     if names & {"ir", "ir-static"}:
@@ -336,9 +334,7 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
                 milliseconds = statistics.median(sides[name].ask(f"{kind} {args.calls}"))
                 if turn:  # The first turn warms up.
                     times[name].append(milliseconds)
-        measured[kind] = {
-            name: summary(column, times[first], texts[kind]["texts"]) for name, column in times.items()
-        }
+        measured[kind] = {name: summary(column, times[first], texts[kind]["texts"]) for name, column in times.items()}
         print(kind, json.dumps(measured[kind], indent=1), file=sys.stderr)
     reference = torch.nn.functional.normalize(sides[first].logits.float(), dim=-1)
     cosines = {
@@ -383,9 +379,9 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     from accel import ORTModelForFeatureExtraction, maxsim, quantize_embeddings
 
     work = (args.work / "quality").resolve()
-    queries, wanted_labels = labelled(args.data / "test.csv", None)
+    queries, query_labels = labelled(args.data / "test.csv", None)
     documents, labels = labelled(args.data / "train.csv", None)
-    relevant = wanted_labels[:, None] == labels[None]
+    relevant = query_labels[:, None] == labels[None]
     names = {"onnx": "cpu", "onnx-dynamic": "cpu", "onnx-static": "cpu", "ir-static": "openvino"}
     dense, results = work / "dense", dict[str, Any]()
     dense.mkdir(parents=True, exist_ok=True)
@@ -409,17 +405,20 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     late = work / "late"
     late.mkdir(exist_ok=True)
     artifacts(folder, late, {*names}, calibration)
-    queries, wanted_labels = labelled(args.data / "test.csv", args.queries)
-    relevant = wanted_labels[:, None] == labels[None]
+    queries, query_labels = labelled(args.data / "test.csv", args.queries)
+    relevant = query_labels[:, None] == labels[None]
     for name, backend in names.items():
         with ORTModelForFeatureExtraction.from_pretrained(late / name, backend=backend) as model:
             scores = maxsim(model.encode_query(queries), model.encode_document(documents))
         results[f"late interaction: {name} on {backend}"] = ndcg_at_10(scores, relevant)
-    return {"queries": len(wanted_labels), "documents": len(documents), "ndcg@10": results}
+    return {"queries": len(query_labels), "documents": len(documents), "ndcg@10": results}
 
 
 def trained_projection(model: Path, texts: Sequence[str], labels: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Train a projection `(128, hidden)` of frozen token states, so that texts with the same label have a high MaxSim score. Takes a minute."""
+    """Train a projection `(128, hidden)` of frozen token states. Takes a minute.
+
+    Texts with the same label get a high MaxSim score, compared with other texts of the batch.
+    """
     import transformers
 
     torch.manual_seed(0)
