@@ -90,7 +90,13 @@ CPU_ROWS: Rows = {
     "accel, ONNX Runtime, dynamic int8": {"backend": "cpu", "artifact": "onnx-dynamic"},
     "accel, ONNX Runtime, static int8": {"backend": "cpu", "artifact": "onnx-static"},
     "accel, OpenVINO": {"backend": "openvino", "artifact": "ir"},
+    "accel, OpenVINO, bfloat16": {"backend": "openvino", "artifact": "ir", "compute_dtype": "bfloat16"},
     "accel, OpenVINO, int8": {"backend": "openvino", "artifact": "ir-static"},
+    "accel, OpenVINO, int8, other operators in bfloat16": {
+        "backend": "openvino",
+        "artifact": "ir-static",
+        "compute_dtype": "bfloat16",
+    },
 }
 GPU_ROWS: Rows = {
     "sentence-transformers, PyTorch, float16, SDPA": {"peer": "6", "dtype": "float16", "attention": "sdpa"},

@@ -160,7 +160,7 @@ def retrieval(name: str) -> str:
         cells = " | ".join(f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in ratios)
         lines.append(f"| {label} | {cells} |")
     return "\n".join(lines) + (
-        "\n\nThe first row has the median time of a call. The other rows have the speed-up over the first row: the median of all turns, and the "
+        "\n\nThe first row has the median time of a call. The other rows have the speed-up over it: the median of all turns, and the "
         f"smallest and largest value. Measured on {report['processors']} processor cores.\n"
     )
 
