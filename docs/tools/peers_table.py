@@ -161,7 +161,7 @@ def retrieval(name: str) -> str:
         lines.append(f"| {label} | {cells} |")
     return "\n".join(lines) + (
         "\n\nThe first row has the median time of a call. The other rows have the speed-up over it: the median of all turns, and the "
-        f"smallest and largest value. Measured on {report['processors']} processor cores.\n"
+        f"smallest and largest value. Processor cores: {report['processors']}.\n"
     )
 
 
