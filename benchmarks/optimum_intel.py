@@ -99,10 +99,15 @@ class Side:
         self.logits = torch.tensor(self._answer())
 
     def time(self, calls: int) -> list[float]:
+        return self.ask(str(calls))
+
+    def ask(self, request: str) -> list[float]:
+        """Send a line to the process, and return the times that it answers, in milliseconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{calls}\n")
+        self._process.stdin.write(f"{request}\n")
         self._process.stdin.flush()
-        return self._answer()
+        times: list[float] = self._answer()
+        return times
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -147,7 +147,36 @@ def start() -> str:
     )
 
 
+def retrieval(name: str) -> str:
+    """Return a table of the speed-up of embedding models over sentence-transformers, for each kind of texts."""
+    report = read(name)
+    kinds = report["texts"]
+    first, *others = next(iter(kinds.values()))
+    lines = [f"| | {' | '.join(kinds)} |", "| --- |" + " ---: |" * len(kinds)]
+    lines.append(f"| {first}, ms | " + " | ".join(f"{rows[first]['median_ms']:.1f}" for rows in kinds.values()) + " |")
+    for row in others:
+        ratios = [(rows[row]["ratio"], *rows[row]["ratio_range"]) for rows in kinds.values()]
+        label = f"**{row}**" if row.startswith("accel") else row
+        cells = " | ".join(f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in ratios)
+        lines.append(f"| {label} | {cells} |")
+    return "\n".join(lines) + (
+        "\n\nThe first row has the median time of a call. The other rows have the speed-up over it: the median of all turns, and the "
+        f"smallest and largest value. Processor cores: {report['processors']}.\n"
+    )
+
+
+def retrieval_quality() -> str:
+    """Return a table of the retrieval quality of quantized embeddings."""
+    report = read("retrieval_quality.json")
+    lines = ["| embeddings | nDCG@10, % |", "| --- | ---: |"]
+    lines += [f"| {name} | {value:.2f} |" for name, value in report["ndcg@10"].items()]
+    return "\n".join(lines) + "\n"
+
+
 TABLES = {
+    "retrieval": lambda: retrieval("retrieval.json"),
+    "retrieval-late": lambda: retrieval("retrieval_late.json"),
+    "retrieval-quality": retrieval_quality,
     "generation-start": start,
     "peers": classification,
     "generation": generation,

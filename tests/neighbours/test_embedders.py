@@ -1,4 +1,4 @@
-"""Tests of embedders of LangChain and Haystack with `ORTModelForFeatureExtraction`, through the backends of
+"""Tests of embedders of LangChain, LlamaIndex and Haystack with `ORTModelForFeatureExtraction`, through the backends of
 sentence-transformers.
 """
 
@@ -67,6 +67,17 @@ def test_custom_langchain_embedder_with_accel_model(folder: Path, expected: Any)
     store = stores.InMemoryVectorStore.from_texts(TEXTS, Accelerated())
     np.testing.assert_allclose(Accelerated().embed_documents(TEXTS), expected, **CLOSE)
     assert store.similarity_search(TEXTS[1], k=1)[0].page_content == TEXTS[1]
+
+
+def test_llama_index(folder: Path, expected: Any) -> None:
+    llama_index = pytest.importorskip(
+        "llama_index.embeddings.huggingface", reason="the package llama-index-embeddings-huggingface is not installed"
+    )
+    embedder = llama_index.HuggingFaceEmbedding(
+        model_name=str(folder), device="cpu", normalize=False, backend="openvino"
+    )
+    np.testing.assert_allclose(embedder.get_text_embedding_batch(TEXTS), expected, **CLOSE)
+    np.testing.assert_allclose(embedder.get_query_embedding(TEXTS[0]), expected[0], **CLOSE)
 
 
 def test_haystack(folder: Path, expected: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import accel
 from accel.testing.models import save_tiny
 
 st = pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
@@ -83,6 +85,64 @@ def test_sparse_encoder(tmp_path_factory: pytest.TempPathFactory, backend: str) 
     expected = encode()
     assert expected.any()
     np.testing.assert_allclose(encode(backend=backend), expected, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a multi-vector model with a projection, query expansion and a skiplist."""
+    base = pytest.importorskip("sentence_transformers.base.modules", reason="sentence-transformers is older than 6")
+    masks = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
+    folder = tmp_path_factory.mktemp("late")
+    expansion = {"strategy": "fixed", "attend": True, "length": 12}
+    source = save_tiny(folder / "bert", "bert", "feature-extraction")
+    transformer = base.Transformer(str(source), query_expansion=expansion)
+    size, tokens = transformer.get_embedding_dimension(), {"module_input_name": "token_embeddings"}
+    projection = base.Dense(size, 8, bias=False, activation_function=torch.nn.Identity(), **tokens)
+    mask = masks.MultiVectorMask(skiplist_words=["my"])
+    st.MultiVectorEncoder(modules=[transformer, projection, mask, base.Normalize(**tokens)], device="cpu").save(
+        str(folder / "saved")
+    )
+    return folder / "saved"
+
+
+def late_vectors(folder: Path, **settings: Any) -> tuple[list[Any], list[Any]]:
+    model = st.MultiVectorEncoder(str(folder), device="cpu", **settings)
+    sides = model.encode_query(TEXTS), model.encode_document(TEXTS)
+    first, second = ([torch.as_tensor(vectors).numpy() for vectors in side] for side in sides)
+    return first, second
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_multi_vector_encoder(late: Path, backend: str) -> None:
+    expected = late_vectors(late)
+    assert {len(vectors) for vectors in expected[0]} == {12}
+    for side, expected_side in zip(late_vectors(late, backend=backend), expected, strict=True):
+        for vectors, expected_vectors in zip(side, expected_side, strict=True):
+            np.testing.assert_allclose(vectors, expected_vectors, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_multi_vector_encoder_equals_encode_of_accel(late: Path, backend: str) -> None:
+    expected = late_vectors(late)
+    with accel.ORTModelForFeatureExtraction.from_pretrained(
+        late, backend={"onnx": "cpu"}.get(backend, backend)
+    ) as model:
+        computed = model.encode_query(TEXTS), model.encode_document(TEXTS)
+    for side, expected_side in zip(computed, expected, strict=True):
+        for vectors, expected_vectors in zip(side, expected_side, strict=True):
+            np.testing.assert_allclose(vectors.numpy(), expected_vectors, **CLOSE)
+
+
+def test_optimized_and_quantized_graphs_of_a_multi_vector_encoder(late: Path) -> None:
+    model = st.MultiVectorEncoder(str(late), backend="onnx", device="cpu")
+    st.export_optimized_onnx_model(model, "O1", str(late))
+    st.export_dynamic_quantized_onnx_model(model, "avx512_vnni", str(late))
+    expected = late_vectors(late)
+    for name, atol in (("onnx/model_O1.onnx", 1e-5), ("onnx/model_qint8_avx512_vnni.onnx", QUANTIZED)):
+        computed = late_vectors(late, backend="onnx", model_kwargs={"file_name": name})
+        for side, expected_side in zip(computed, expected, strict=True):
+            for vectors, expected_vectors in zip(side, expected_side, strict=True):
+                np.testing.assert_allclose(vectors, expected_vectors, rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize("level", ["O1", "O3"])

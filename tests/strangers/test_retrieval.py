@@ -24,6 +24,7 @@ from pyarrow import parquet
 
 import accel
 from accel.artifact.sentence_settings import sentence_settings
+from accel.compat import fastembed
 from accel.errors import AccelError, ConfigError, InputError, IntegrityError, TaskError, ValidationError
 from accel.serving.batch.batch_run import batch
 from accel.stages import sentence_comparison
@@ -117,6 +118,31 @@ def test_multi_vector_embeddings(opened: Opened, results: dict[str, Any], name: 
         assert isinstance(vectors, torch.Tensor)
         close(vectors.reshape(-1, vectors.shape[1]), np.array(right).reshape(-1, vectors.shape[1]))
         close(getattr(model, method)(text), vectors)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_embeddings_of_fastembed_classes(opened: Opened, results: dict[str, Any], backend: str) -> None:
+    folders = {name: str(opened(name, backend).artifact.path) for name in ("splade", "late", "router")}
+    texts = results["splade"]["texts"]
+    sparse = fastembed.SparseTextEmbedding(folders["splade"], backend=backend)
+    for embedding, row in zip(sparse.query_embed(texts), results["splade"]["encode_query"], strict=True):
+        assert embedding.indices.tolist() == list(np.flatnonzero(row))
+        close(embedding.values, np.array(row)[embedding.indices])
+    late = fastembed.LateInteractionTextEmbedding(folders["late"], backend=backend)
+    for method, embed in (("encode_query", late.query_embed), ("encode_document", late.embed)):
+        for vectors, expected in zip(embed(texts, batch_size=2), results["late"][method], strict=True):
+            close(vectors, np.array(expected).reshape(vectors.shape))
+    dense = fastembed.TextEmbedding(folders["router"], backend=backend, threads=1)
+    close(np.stack([*dense.passage_embed(iter(texts))]), results["router"]["encode_document"])
+    assert dense.embedding_size == len(results["router"]["encode_document"][0])
+
+
+def test_fastembed_classes_refuse_other_models_and_processes(opened: Opened) -> None:
+    folder = str(opened("late").artifact.path)
+    with pytest.raises(TaskError, match="does not compute sparse embeddings"):
+        next(fastembed.SparseTextEmbedding(folder).embed("lost"))
+    with pytest.raises(ConfigError, match="parallel is 2"):
+        next(fastembed.LateInteractionTextEmbedding(folder).embed("lost", parallel=2))
 
 
 @pytest.mark.parametrize("method", METHODS)
