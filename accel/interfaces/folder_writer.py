@@ -16,6 +16,7 @@ class LayoutVariant:
 
     Attributes:
         level: Optimization level of the graph; `None` for the graph that `accel export` writes.
+        enable: Names of fusions and conversions to add to those of the level.
         scheme: Quantization scheme; `None` for floating point.
         tolerance: Largest accepted difference from PyTorch, relative to the largest value of an output; 0 for the tolerance of float32.
         provider: ONNX Runtime's execution provider that the variant is made for, if the layout selects variants by provider.
@@ -23,6 +24,7 @@ class LayoutVariant:
     """
 
     level: str | None = None
+    enable: tuple[str, ...] = ()
     scheme: str | None = None
     tolerance: float = 0.0
     provider: str = ""

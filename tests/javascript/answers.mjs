@@ -12,8 +12,12 @@ function tensors(library, feeds) {
 }
 
 // Return the outputs and the generated tokens of one dtype of a model.
-export async function answer(library, { folder, loader, dtype, feeds, outputs, generates }, device) {
-  const model = await library[loader].from_pretrained(folder, { dtype, device });
+export async function answer(library, { folder, loader, dtype, feeds, outputs, generates, level }, device) {
+  const model = await library[loader].from_pretrained(folder, {
+    dtype,
+    device,
+    session_options: { graphOptimizationLevel: level },
+  });
   const inputs = tensors(library, feeds);
   const result = await model(inputs);
   const answers = {};
@@ -23,7 +27,7 @@ export async function answer(library, { folder, loader, dtype, feeds, outputs, g
   }
   let tokens = null;
   if (generates) {
-    const { decoder_input_ids, ...prompt } = inputs;
+    const { decoder_input_ids: _, ...prompt } = inputs;
     const sequences = await model.generate({ ...prompt, max_new_tokens: 8, do_sample: false });
     tokens = sequences.tolist().map((row) => row.map(Number));
   }

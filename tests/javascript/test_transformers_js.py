@@ -28,7 +28,7 @@ def cases_of(name: str, converted: Converted, dtypes: tuple[str, ...] | None = N
     }
     case = {
         "folder": name, "loader": architecture.loader, "feeds": feeds, "outputs": architecture.outputs,
-        "generates": architecture.generates,
+        "generates": architecture.generates, "level": architecture.graph_optimization,
     }  # fmt: skip
     return [{**case, "dtype": dtype} for dtype in dtypes or converted.folder.variants]
 
@@ -58,10 +58,10 @@ def test_node_gives_the_answers_of_pytorch(
     name: str, converted: Callable[[str], Converted], measured: Callable[..., None]
 ) -> None:
     folder = converted(name)
-    assert not folder.folder.failed
+    assert tuple(folder.folder.failed) == ARCHITECTURES[name].failing
     cases = cases_of(name, folder)
     results = run_in_node(folder.folder.path.parent, cases)
-    assert len(results) == len(cases) == len(TOLERANCE)
+    assert len(results) == len(cases) == len(TOLERANCE) - len(folder.folder.failed)
     for case, result in zip(cases, results, strict=True):
         measured("node", name, case["dtype"], check(case, result, folder))
 

@@ -76,10 +76,10 @@ class TransformersJsWriter(OnnxFolderWriter):
     name = "transformers.js"
     variants = {
         "fp32": LayoutVariant(),
-        "fp16": LayoutVariant(level="O4", tolerance=2e-2),
+        "fp16": LayoutVariant(level="O1", enable=("float16",), tolerance=2e-2),
         "q8": LayoutVariant(scheme="dynamic-int8", tolerance=0.35),
         "q4": LayoutVariant(scheme="weight-int4", tolerance=0.5),
-        "q4f16": LayoutVariant(level="O4", scheme="weight-int4", tolerance=0.5),
+        "q4f16": LayoutVariant(level="O1", enable=("float16",), scheme="weight-int4", tolerance=0.5),
     }
     suffixes = {"fp32": "", "fp16": "_fp16", "q8": "_quantized", "q4": "_q4", "q4f16": "_q4f16"}
     subfolder = "onnx"
