@@ -292,7 +292,9 @@ def folder_writer(layout: str) -> tuple[BackendSpec, FolderWriter]:
     if layout not in layouts:
         raise ConfigError(
             f"There is no layout {layout!r}.{did_you_mean(layout, layouts)}",
-            fix=f"use one of {', '.join(layouts)}." if layouts else "install a backend that writes layouts of other libraries.",
+            fix=f"use one of {', '.join(layouts)}."
+            if layouts
+            else "install a backend that writes layouts of other libraries.",
         )
     spec = layouts[layout]
     load(spec)

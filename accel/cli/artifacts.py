@@ -401,7 +401,9 @@ def _layouts() -> CommandResult:
     for name in registry.written_layouts():
         spec, writer = registry.folder_writer(name)
         layouts[name] = {"backend": spec.name, "variants": list(writer.variants)}
-    lines = [f"{name}: {', '.join(values['variants'])} (written by {values['backend']})" for name, values in layouts.items()]
+    lines = [
+        f"{name}: {', '.join(values['variants'])} (written by {values['backend']})" for name, values in layouts.items()
+    ]
     return CommandResult({"layouts": layouts}, "\n".join(lines))
 
 

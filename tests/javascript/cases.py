@@ -105,9 +105,7 @@ def _generator(
         return save_generator(out, family, **settings)
 
     level = "extended" if family == "gpt2" else "all"
-    return Architecture(
-        task=task, loader=loader, save=save, feeds=feeds, generates=True, graph_optimization=level
-    )
+    return Architecture(task=task, loader=loader, save=save, feeds=feeds, generates=True, graph_optimization=level)
 
 
 _SEQUENCES, _TAGS = "AutoModelForSequenceClassification", "AutoModelForTokenClassification"

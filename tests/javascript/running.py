@@ -50,7 +50,9 @@ def run_in_node(root: Path, cases: Sequence[Mapping[str, Any]]) -> list[dict[str
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Serve the page, the library, the models and the cases, and receive the answers of the page."""
 
-    def __init__(self, folders: Mapping[str, Path], cases: bytes, results: list[Any], done: threading.Event, *args: Any) -> None:
+    def __init__(
+        self, folders: Mapping[str, Path], cases: bytes, results: list[Any], done: threading.Event, *args: Any
+    ) -> None:
         self._folders, self._cases, self._results, self._done = folders, cases, results, done
         super().__init__(*args)
 
@@ -61,7 +63,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if path == "/cases.json":
             self._send(self._cases, "application/json")
         elif place is not None and (file := self._folders[place] / path.removeprefix(place)).is_file():
-            kinds = {".html": "text/html", ".mjs": "text/javascript", ".js": "text/javascript", ".wasm": "application/wasm"}
+            kinds = {
+                ".html": "text/html",
+                ".mjs": "text/javascript",
+                ".js": "text/javascript",
+                ".wasm": "application/wasm",
+            }
             self._send(file.read_bytes(), kinds.get(file.suffix, "application/octet-stream"))
         else:
             self.send_error(404)
@@ -91,7 +98,8 @@ def run_in_browser(
 ) -> list[dict[str, Any]]:
     """Return the answers of the WebAssembly build in headless Chromium for models in the folder `root`, one for each case."""
     modules, command = node_modules(), browser()
-    assert modules is not None and command is not None
+    assert modules is not None
+    assert command is not None
     results: list[dict[str, Any]] = []
     done = threading.Event()
     folders = {"/node_modules/": modules, "/models/": root, f"/{page.name}": page, "/": HERE}
@@ -101,7 +109,9 @@ def run_in_browser(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/{page.name}{query}"
         flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
-        with subprocess.Popen([command, *flags, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            [command, *flags, address], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process:
             finished = done.wait(300)
             process.terminate()
             process.wait(30)

@@ -23,7 +23,11 @@ def cases_of(name: str, converted: Converted, dtypes: tuple[str, ...] | None = N
     """Return the cases of a model, one for each dtype."""
     architecture = ARCHITECTURES[name]
     feeds = {
-        key: {"type": str(value.dtype).removeprefix("torch."), "dims": list(value.shape), "data": value.ravel().tolist()}
+        key: {
+            "type": str(value.dtype).removeprefix("torch."),
+            "dims": list(value.shape),
+            "data": value.ravel().tolist(),
+        }
         for key, value in converted.reference.feeds.items()
     }
     case = {

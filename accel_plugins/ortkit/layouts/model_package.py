@@ -54,7 +54,9 @@ class ModelPackageWriter:
             (out / component.name / "component.json").write_text(json_text(values) + "\n", encoding="utf-8")
         manifest = {
             "schema_version": "1.0",
-            "package_name": artifact.path.name if artifact.manifest.source is None else Path(artifact.manifest.source.id).name,
+            "package_name": artifact.path.name
+            if artifact.manifest.source is None
+            else Path(artifact.manifest.source.id).name,
             "layout": "portable",
             "components": {component.name: component.name for component in artifact.components},
             "additional_metadata": {"task": artifact.manifest.task, "processor": uri},
