@@ -493,6 +493,7 @@ def convert(
             str(model or model_option), Path(out or out_option or ""), layout=layout, variants=variant, task=task, revision=revision,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        values = {name: asdict(item) for name, item in folder.variants.items()}
         rows = [
             f"  {name}: {item.bytes / 1e6:,.1f} MB, differs from PyTorch by {item.max_abs_difference:.2g} (accepted: {item.tolerance:.2g}; "
             f"run on {item.compared_on})"
@@ -500,7 +501,7 @@ def convert(
         ]
         rows += [f"  {name} could not be written: {why}" for name, why in folder.failed.items()]
         return CommandResult(
-            {"path": folder.path, "layout": layout, "variants": {n: asdict(v) for n, v in folder.variants.items()}, "failed": folder.failed},
+            {"path": folder.path, "layout": layout, "variants": values, "failed": folder.failed},
             "\n".join((f"{folder.path}: {layout}", *rows)),
             failed=bool(folder.failed),
         )  # fmt: skip

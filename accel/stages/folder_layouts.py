@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import capture, progress
 from ..artifact.atomic_folder_writing import check_output, discard, paths_shown_as, scratch, staging, tool_versions

@@ -25,7 +25,8 @@ def test_merged_decoder_continues_from_its_cache(tmp_path: Path) -> None:
     """The first call ignores the cache and computes the cross-attention; the second call reads both from the first call."""
     source = save_generator(tmp_path / "t5", "t5", initializer_factor=1.0)
     folder = write_layout(source, tmp_path / "out", layout="transformers.js", variants=["fp32"])
-    assert list(folder.variants) == ["fp32"] and not folder.failed
+    assert list(folder.variants) == ["fp32"]
+    assert not folder.failed
     encoder, decoder = (
         onnxruntime.InferenceSession(folder.path / "onnx" / f"{name}.onnx")
         for name in ("encoder_model", "decoder_model_merged")
@@ -86,7 +87,8 @@ def test_report_has_the_differences_of_each_variant(tmp_path: Path) -> None:
 def test_model_package_follows_the_specification(tmp_path: Path) -> None:
     folder = write_layout(save_tiny(tmp_path / "bert", "bert"), tmp_path / "out", layout="model-package")
     manifest = json.loads((folder.path / "manifest.json").read_text())
-    assert manifest["schema_version"] == "1.0" and manifest["components"] == {"model": "model"}
+    assert manifest["schema_version"] == "1.0"
+    assert manifest["components"] == {"model": "model"}
     component = json.loads((folder.path / "model" / "component.json").read_text())
     assert {name: body["ep"] for name, body in component["variants"].items()} == {
         "cpu": "CPUExecutionProvider",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "q8": 0.35, "q4": 0.5, "q4f16": 0.5}
 
 Kernels of WebAssembly and of other processors add in another order, and 8-bit activations depend on the rows of a batch.
 """
+
+
+def texts(config: Any) -> dict[str, torch.Tensor]:
+    """Return two rows of token ids, the second one padded."""
+    draw = torch.Generator().manual_seed(3)
+    pad = config.pad_token_id or 0
+    ids = torch.randint(5, 100, (2, 9), generator=draw)
+    mask = torch.ones_like(ids)
+    ids[1, 6:], mask[1, 6:] = pad, 0
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +54,10 @@ class Architecture:
     loader: str
     save: Callable[[Path], object]
     outputs: tuple[str, ...] = ("logits",)
-    feeds: Callable[[Any], dict[str, torch.Tensor]] = field(default=lambda config: texts(config))
+    feeds: Callable[[Any], dict[str, torch.Tensor]] = texts
     generates: bool = False
     failing: tuple[str, ...] = ()
     graph_optimization: str = "all"
-
-
-def texts(config: Any) -> dict[str, torch.Tensor]:
-    """Return two rows of token ids, the second one padded."""
-    draw = torch.Generator().manual_seed(3)
-    pad = config.pad_token_id or 0
-    ids = torch.randint(5, 100, (2, 9), generator=draw)
-    mask = torch.ones_like(ids)
-    ids[1, 6:], mask[1, 6:] = pad, 0
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def prompts(config: Any) -> dict[str, torch.Tensor]:

@@ -73,7 +73,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.send_error(404)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        """Send the headers of a file."""
+        self.do_GET()
 
     def do_POST(self) -> None:
         """Receive the answers."""

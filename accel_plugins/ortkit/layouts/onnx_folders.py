@@ -74,14 +74,20 @@ class TransformersJsWriter(OnnxFolderWriter):
     """
 
     name = "transformers.js"
-    variants = {
+    variants: ClassVar[Mapping[str, LayoutVariant]] = {
         "fp32": LayoutVariant(),
         "fp16": LayoutVariant(level="O1", enable=("float16",), tolerance=2e-2),
         "q8": LayoutVariant(scheme="dynamic-int8", tolerance=0.35),
         "q4": LayoutVariant(scheme="weight-int4", tolerance=0.5),
         "q4f16": LayoutVariant(level="O1", enable=("float16",), scheme="weight-int4", tolerance=0.5),
     }
-    suffixes = {"fp32": "", "fp16": "_fp16", "q8": "_quantized", "q4": "_q4", "q4f16": "_q4f16"}
+    suffixes: ClassVar[Mapping[str, str]] = {
+        "fp32": "",
+        "fp16": "_fp16",
+        "q8": "_quantized",
+        "q4": "_q4",
+        "q4f16": "_q4f16",
+    }
     subfolder = "onnx"
     logits = True
 
@@ -95,8 +101,8 @@ class TransformersJsWriter(OnnxFolderWriter):
         config = read_json(out / _CONFIG)
         counts: dict[str, int] = {}
         for name in (Path(file).name for some in files.values() for file in some):
-            graph, found, _ = name.partition(".onnx_data")
-            if found:
+            graph, ending, _ = name.partition(".onnx_data")
+            if ending:
                 counts[f"{graph}.onnx"] = counts.get(f"{graph}.onnx", 0) + 1
         if counts:
             config[_LIBRARY_CONFIG] = {**config.get(_LIBRARY_CONFIG, {}), _DATA_FILES: counts}
@@ -128,9 +134,9 @@ class OptimumWriter(OnnxFolderWriter):
     """Folders with Optimum's file names, next to the config."""
 
     name = "optimum"
-    variants = {
+    variants: ClassVar[Mapping[str, LayoutVariant]] = {
         "fp32": LayoutVariant(),
         "optimized": LayoutVariant(level="O2"),
         "quantized": LayoutVariant(scheme="dynamic-int8", tolerance=0.35),
     }
-    suffixes = {"fp32": "", "optimized": "_optimized", "quantized": "_quantized"}
+    suffixes: ClassVar[Mapping[str, str]] = {"fp32": "", "optimized": "_optimized", "quantized": "_quantized"}

@@ -140,8 +140,8 @@ class OrtOptimizer:
         if artifact.dtype != "float32" or (quantization is not None and quantization.scheme not in WEIGHT_ONLY):
             state = "quantized" if quantization is not None else artifact.dtype
             raise OptimizeError(
-                f"{artifact.path} is {state} already; accel converts only float32 graphs, with or without weights in blocks of 4 or 8 bits, "
-                f"to {names[0]}.",
+                f"{artifact.path} is {state} already; accel converts only float32 graphs, with or without weights in blocks, to "
+                f"{names[0]}.",
                 fix="optimize the float32 artifact, or use level O3, which keeps the data type.",
             )
         return names[0]
