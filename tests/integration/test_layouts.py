@@ -45,10 +45,10 @@ def test_merged_decoder_continues_from_its_cache(tmp_path: Path) -> None:
 
     # Optimum passes a cache of one token to the first call; its values must not be read.
     unread = {value.name: np.full((2, value.shape[1], 1, value.shape[3]), 7, np.float32) for value in caches}
-    whole, first = run([[0, 7, 8]] * 2, unread, False), run([[0, 7]] * 2, unread, False)
+    complete, first = run([[0, 7, 8]] * 2, unread, False), run([[0, 7]] * 2, unread, False)
     past = {value.name: first[value.name.replace("past_key_values", "present")] for value in caches}
     second = run([[8]] * 2, past, True)
-    assert np.abs(second["logits"][:, 0] - whole["logits"][:, 2]).max() < 1e-4
+    assert np.abs(second["logits"][:, 0] - complete["logits"][:, 2]).max() < 1e-4
 
 
 def test_decoder_computes_the_last_logits(tmp_path: Path) -> None:
