@@ -155,7 +155,11 @@ def reference(architecture: Architecture, folder: Path) -> Reference:
     model = getattr(transformers, architecture.loader).from_pretrained(folder).eval()
     feeds = architecture.feeds(model.config)
     with torch.inference_mode():
-        result = model(**feeds)
+        positions = {}
+        if architecture.feeds is prompts:
+            # transformers.js counts the positions of padded prompts by the mask, as `generate` does.
+            positions["position_ids"] = (feeds["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        result = model(**feeds, **positions)
         outputs = {name: result[name].float().numpy() for name in architecture.outputs}
         tokens = None
         if architecture.generates:
