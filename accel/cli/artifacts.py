@@ -467,7 +467,7 @@ def convert(
             raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
     single = "--layout" if layout is not None else "--scheme"
     if layout is not None or scheme is not None:
-        values_by_flag = {
+        values_by_flag: dict[str, object] = {
             "--quantize": quantize,
             "--batch-size": batch,
             "--seq-len": sequence,

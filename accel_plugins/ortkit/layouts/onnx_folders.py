@@ -114,11 +114,12 @@ class TransformersJsWriter(OnnxFolderWriter):
 
 def _preprocessor(out: Path) -> dict[str, Any] | None:
     """Return the settings of the image processor or feature extractor; `None` if the model has none."""
+    settings: dict[str, Any] | None
     if (out / _PREPROCESSOR).is_file():
         settings = read_json(out / _PREPROCESSOR)
     elif (out / _PROCESSOR).is_file():
         processor = read_json(out / _PROCESSOR)
-        settings = next((processor[key] for key in ("image_processor", "feature_extractor") if key in processor), None)
+        settings = processor.get("image_processor", processor.get("feature_extractor"))
     else:
         settings = None
     if settings is None:
