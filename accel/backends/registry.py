@@ -20,6 +20,7 @@ from typing import Any
 from ..errors import BackendUnavailableError, ConfigError, PluginError, UnknownBackendError, did_you_mean
 from ..interfaces.entry_points import entry_points
 from ..interfaces.folder_reader import FolderReader
+from ..interfaces.folder_writer import FolderWriter
 from ..interfaces.protocols import Backend
 from ..interfaces.specs import API_VERSION, BackendSpec, Probe, Reason
 from ..upstream.tested_versions import TESTED, warn_of_untested_versions
@@ -269,3 +270,33 @@ def _matches(name: str, pattern: str) -> bool:
 def _reader(spec: BackendSpec) -> FolderReader:
     reader: FolderReader = _imported(spec, spec.folder_reader)
     return reader
+
+
+def written_layouts() -> dict[str, BackendSpec]:
+    """Return the names of the folder layouts that installed backends write, each with the spec of the first backend that writes it."""
+    layouts: dict[str, BackendSpec] = {}
+    for spec in describe_all()[0]:
+        for name, _ in spec.written_layouts:
+            layouts.setdefault(name, spec)
+    return layouts
+
+
+def folder_writer(layout: str) -> tuple[BackendSpec, FolderWriter]:
+    """Return the backend that writes a layout, and the writer.
+
+    Raises:
+        ConfigError: No installed backend writes the layout. The message has the names of all layouts.
+        BackendUnavailableError: A library that the backend needs is not installed.
+    """
+    layouts = written_layouts()
+    if layout not in layouts:
+        raise ConfigError(
+            f"There is no layout {layout!r}.{did_you_mean(layout, layouts)}",
+            fix=f"use one of {', '.join(layouts)}."
+            if layouts
+            else "install a backend that writes layouts of other libraries.",
+        )
+    spec = layouts[layout]
+    load(spec)
+    writer: FolderWriter = _imported(spec, dict(spec.written_layouts)[layout])
+    return spec, writer

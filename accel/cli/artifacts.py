@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +12,9 @@ from ..errors import ConfigError
 from . import options
 from .application import CommandResult, app, columns_of, pairs_of, subcommand
 
-# Default number of timed calls, and of calls before them, of `accel convert`.
-_MEASURES, _WARMUP = 240, 10
+# Default number of timed calls and of calls before them, and default optimization level, of `accel convert`.
+_MEASURES, _WARMUP, _LEVEL = 240, 10, "O2"
+_LIST = "list"
 
 
 @subcommand(app, epilog="Example: accel export distilbert/distilbert-base-uncased-finetuned-sst-2-english out/")
@@ -391,6 +393,20 @@ def _quantized(artifact: Any) -> str:
     return "\n".join(lines)
 
 
+def _layouts() -> CommandResult:
+    """Return the layouts of other libraries that installed backends write, with their variants."""
+    from ..backends import registry
+
+    layouts = {}
+    for name in registry.written_layouts():
+        spec, writer = registry.folder_writer(name)
+        layouts[name] = {"backend": spec.name, "variants": list(writer.variants)}
+    lines = [
+        f"{name}: {', '.join(values['variants'])} (written by {values['backend']})" for name, values in layouts.items()
+    ]
+    return CommandResult({"layouts": layouts}, "\n".join(lines))
+
+
 @subcommand(app, epilog="Example: accel convert org/model out/ -b 1 -s 16 -s 128 --quantize dynamic-int8")
 def convert(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Hub id or transformers folder.")] = None,
@@ -407,13 +423,23 @@ def convert(
     ] = None,
     backend: options.Backends = None,
     task: options.Task = None,
-    optimize: Annotated[str, typer.Option(help="Optimization level, or `none`.")] = "O2",
+    optimize: Annotated[str, typer.Option(help="Optimization level, or `none`.")] = _LEVEL,
     quantize: Annotated[str | None, typer.Option(help="Quantization scheme; no quantization if omitted.")] = None,
     scheme: Annotated[
         str | None,
         typer.Option(
             help="Write only one artifact, quantized with this scheme, for one --backend (default: that of ONNX). Nothing is timed."
         ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            help="Write one folder for another library, such as transformers.js. `--layout list` shows the layouts. Nothing is timed."
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="Variant of --layout to write; repeat the flag for several. [default: all]"),
     ] = None,
     calibration: options.Calibration = None,
     atol: options.Atol = None,
@@ -425,9 +451,12 @@ def convert(
 ) -> CommandResult:
     """Export, optimize and quantize a model for every backend, compare and time the results with PyTorch, and write a report."""
     from ..measuring.report import text_table
+    from ..stages.folder_layouts import write_layout
     from ..tuning.conversion import convert as run
     from ..tuning.conversion import convert_to_scheme
 
+    if layout == _LIST:
+        return _layouts()
     if model is not None and out is None and model_option is not None:
         # In `accel convert -m MODEL OUT`, the only positional argument is the output folder.
         model, out = None, Path(str(model))
@@ -436,8 +465,9 @@ def convert(
             flag = "--model" if name == "MODEL" else "--output"
             problem = f"is set by the argument and by {flag}" if argument is not None else "is missing"
             raise ConfigError(f"{name} {problem}.", fix="run `accel convert MODEL OUT`.")
-    if scheme is not None:
-        values_by_flag = {
+    single = "--layout" if layout is not None else "--scheme"
+    if layout is not None or scheme is not None:
+        values_by_flag: dict[str, object] = {
             "--quantize": quantize,
             "--batch-size": batch,
             "--seq-len": sequence,
@@ -446,13 +476,36 @@ def convert(
             "--threads": threads,
             "a second --backend": len(backend or ()) > 1,
         }
+        if layout is not None:
+            others = {"--scheme": scheme, "--backend": backend, "--calibration": calibration, "--atol": atol}
+            values_by_flag |= {**others, "--optimize": optimize != _LEVEL}
         unused = [flag for flag, value in values_by_flag.items() if value]
         if unused:
             raise ConfigError(
-                f"--scheme writes one artifact for one backend and times nothing, so it cannot be used with {' and '.join(unused)}.",
-                fix="leave --scheme out to convert for several backends and to time the results. Otherwise leave out "
+                f"{single} writes one folder and times nothing, so it cannot be used with {' and '.join(unused)}.",
+                fix=f"leave {single} out to convert for several backends and to time the results. Otherwise leave out "
                 f"{' and '.join(unused)}.",
             )
+    if variant and layout is None:
+        raise ConfigError("--variant names a variant of a layout, but there is no --layout.", fix="pass --layout NAME.")
+    if layout is not None:
+        folder = write_layout(
+            str(model or model_option), Path(out or out_option or ""), layout=layout, variants=variant, task=task, revision=revision,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        values = {name: asdict(item) for name, item in folder.variants.items()}
+        rows = [
+            f"  {name}: {item.bytes / 1e6:,.1f} MB, differs from PyTorch by {item.max_abs_difference:.2g} (accepted: {item.tolerance:.2g}; "
+            f"run on {item.compared_on})"
+            for name, item in folder.variants.items()
+        ]
+        rows += [f"  {name} could not be written: {why}" for name, why in folder.failed.items()]
+        return CommandResult(
+            {"path": folder.path, "layout": layout, "variants": values, "failed": folder.failed},
+            "\n".join((f"{folder.path}: {layout}", *rows)),
+            failed=bool(folder.failed),
+        )  # fmt: skip
+    if scheme is not None:
         artifact = convert_to_scheme(
             str(model or model_option), Path(out or out_option or ""), scheme=scheme, backend=backend[0] if backend else None,
             task=task, level=None if optimize == "none" else optimize, calibration=calibration, atol=atol, revision=revision,

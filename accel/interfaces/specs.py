@@ -237,6 +237,8 @@ class BackendSpec:
         aliases: Other names of the backend, such as ONNX Runtime's provider names.
         layouts: Patterns of the files that the `folder_reader` reads, relative to the model's folder: `openvino_*.xml`, `onnx/*.onnx`.
         folder_reader: `package.module:Class` of the `FolderReader` for folders of other tools.
+        written_layouts: Folder layouts of other libraries (`accel convert --layout NAME`): the name of each layout, and
+            `package.module:Class` of its `FolderWriter`.
         distributions: Installable packages whose versions affect the artifacts. Manifests and `accel doctor` list their versions.
         tested: Installable packages with the oldest and the newest tested version. accel warns once if another version is installed.
         conflicts: Pairs of packages that cannot be installed together.
@@ -258,6 +260,7 @@ class BackendSpec:
     aliases: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     folder_reader: str = ""
+    written_layouts: tuple[tuple[str, str], ...] = ()
     distributions: tuple[str, ...] = ()
     tested: tuple[tuple[str, str, str], ...] = ()
     conflicts: tuple[tuple[str, str], ...] = ()

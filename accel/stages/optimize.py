@@ -108,7 +108,8 @@ def _compare_with_parent(parent: Artifact, result: Artifact, config: OptimizeCon
     """
     cases = parent_cases(parent)
     # Half precision in PyTorch itself changes an encoder's hidden states by up to 1.4 % of the largest (a small BART).
-    rounding = 2e-2 if config.level in ("O3", "O4") else recorded_rounding(parent)
+    approximate = config.level in ("O3", "O4") or result.dtype != parent.dtype
+    rounding = 2e-2 if approximate else recorded_rounding(parent)
     sessions = open_plan(make_plan(result), few_calls=True, exact=True)
     try:
         return merged(

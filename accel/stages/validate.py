@@ -133,7 +133,7 @@ def _compared(
         source = source.with_fixed_images() or source
     progress.report("computing reference outputs", 0, 2)
     cases = {
-        name: _for_graph(artifact, source, of_part) if len(artifact.components) == 1 else of_part
+        name: cases_for_graph(artifact, source, of_part) if len(artifact.components) == 1 else of_part
         for name, of_part in capture.cases_by_part(source).items()
     }
     plan = make_plan(ResolvedModel.of_artifact(artifact, hub), RunPreferences(backend=backend, device=device))
@@ -272,7 +272,7 @@ def _task_of_graph(artifact: Artifact) -> str:
     return features_task() if task_spec(artifact.task).embeds and not pooled else artifact.task
 
 
-def _for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
+def cases_for_graph(artifact: Artifact, source: capture.Source, cases: list[capture.Case]) -> list[capture.Case]:
     """Remove from the cases the inputs and outputs that a graph of another tool does not have.
 
     Inputs that the graph does not have, such as token types, are left out, and PyTorch uses its default. If the

@@ -2,7 +2,7 @@
 
 from accel.interfaces.specs import GENERATES, BackendSpec, Capability, OptionTrial, SchemeSettings
 
-from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS
+from ..ortkit.capabilities import ONNX_FOLDERS, ONNX_LAYOUTS, ONNX_WRITERS
 
 # bfloat16 is missing because ONNX Runtime has no CPU kernels for it.
 _DTYPES = ("float32", "float16", "int8")
@@ -26,6 +26,7 @@ SPEC = BackendSpec(
     native_options="onnxruntime.SessionOptions",
     layouts=ONNX_LAYOUTS,
     folder_reader=ONNX_FOLDERS,
+    written_layouts=ONNX_WRITERS,
     capabilities=(
         Capability(
             stage="export", produces="onnx", dtypes=("float32", "float16"), schemes=("weight-int8", "weight-int4")

@@ -8,6 +8,12 @@ from accel.interfaces.specs import Capability, OptionTrial, SchemeSettings
 ONNX_LAYOUTS = ("*.onnx", "onnx/*.onnx", "genai_config.json")
 ONNX_FOLDERS = "accel_plugins.ortkit.foreign.reader:OnnxFolderReader"
 """Import path of the reader for ONNX folders that other tools wrote; the reader does not need ONNX Runtime."""
+ONNX_WRITERS = (
+    ("transformers.js", "accel_plugins.ortkit.layouts.onnx_folders:TransformersJsWriter"),
+    ("optimum", "accel_plugins.ortkit.layouts.onnx_folders:OptimumWriter"),
+    ("model-package", "accel_plugins.ortkit.layouts.model_package:ModelPackageWriter"),
+)
+"""Layouts of other libraries, with the import path of the class that writes each layout."""
 FLOATS = ("float32", "float16", "bfloat16")
 _PAIRS = ("preset", "per_channel", "symmetric", "operators", "exclude", "calibration", "percentile")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from accel.artifact.atomic_folder_writing import copy_companions, discard, is_companion, staging, tool_versions
@@ -21,7 +22,7 @@ from accel.errors import AccelError, ArtifactNotFoundError, IntegrityError, Outp
 from accel.interfaces.folder_reader import Part
 from accel.interfaces.task_spec import TaskSpec
 
-from ..graph.editing import operator_domains, save_graphs
+from ..graph.editing import add_initializer, operator_domains, save_graphs
 from . import graph_merge
 from .file_names import several_graphs
 from .foreign_manifests import Description
@@ -30,8 +31,9 @@ from .onnx_file import OnnxFile, dimensions, dtype_word, fixed_axes, given_input
 
 logger = logging.getLogger(__name__)
 
-_FORM = 4
+_FORM = 5
 """Version of the converted graphs under `ACCEL_HOME`; increased with each change, so that folders are converted again."""
+_LOGITS = "num_logits_to_keep"
 _SEQUENCES = ("input_ids", "decoder_input_ids", "position_ids", "inputs_embeds")
 _KNOWN = {
     "input_ids": ("batch", "sequence"),
@@ -112,6 +114,7 @@ def adopt_decoders(
 
 
 def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
+    read = {part: replace(file, model=_with_all_logits(file.model)) for part, file in read.items()}
     # Newer folders of transformers.js call a graph "merged" even if it has no branches.
     plain = "merged" in read and graph_merge.BRANCH not in read["merged"].input_names
     if "model" in read or set(read) == {"first"} or plain:
@@ -131,6 +134,20 @@ def _decoder_alone(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[st
     several = tokens is not None and isinstance(dimensions(tokens)[1], str)
     free = several and any("past_key_values.layers" in name for name in pair[1].input_names)
     return {"model": _merged(folder, *pair)}, "any" if free else "one"
+
+
+def _with_all_logits(model: ir.Model) -> ir.Model:
+    """Return a graph that computes the logits of all tokens, without transformers.js' input `num_logits_to_keep`.
+
+    A graph without this input is returned unchanged. The value 0 of the input means all tokens.
+    """
+    if not any(value.name == _LOGITS for value in model.graph.inputs):
+        return model
+    copy = model.clone()
+    number = next(value for value in copy.graph.inputs if value.name == _LOGITS)
+    copy.graph.inputs.remove(number)
+    number.replace_all_uses_with(add_initializer(copy.graph, "all_logits", np.array(0, np.int64)))
+    return copy
 
 
 def _encoder_decoder(folder: Path, read: Mapping[Part, OnnxFile]) -> tuple[dict[str, OnnxFile], Continues]:
@@ -221,7 +238,7 @@ def _component(name: str, file: OnnxFile, settings: _Settings, folder: Path, *, 
     cached = continues != "none"
     pairs = _pairs([str(v.name) for v in inputs], [str(v.name) for v in outputs], where) if cached else {}
     decoder_axes = {**_KNOWN, "attention_mask": ("batch", "total" if cached else "sequence")}
-    names = {*decoder_axes, *pairs, "logits_to_keep", "num_logits_to_keep"}
+    names = {*decoder_axes, *pairs, "logits_to_keep"}
     unknown_names = [v.name for v in inputs if v.name not in names and not str(v.name).startswith("cross.")]
     if unknown_names:
         raise IntegrityError(

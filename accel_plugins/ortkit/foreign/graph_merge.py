@@ -237,15 +237,16 @@ def with_cross_inputs(prompt: ir.Model) -> ir.Model:
     return copy
 
 
-def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
+def merged(prompt: ir.Model, following: ir.Model, condition: str | ir.Value) -> ir.Model:
     """Merge two graphs with the same outputs and with accel's names into one graph with an `If` node.
 
-    The `If` node runs `following` if the input `past` contains tokens, and `prompt` if `past` is empty.
+    The `If` node runs `following` if the cache contains tokens, and `prompt` if it is empty.
 
     Args:
         prompt: The graph that reads no cache; changed in place.
         following: The graph that reads a cache; changed in place.
-        past: The name of a cache tensor `(batch, heads, tokens, size)`.
+        condition: The name of a cache tensor `(batch, heads, tokens, size)`, whose number of tokens is read; or a new boolean input
+            `(1)`, which is true if the cache contains tokens.
 
     Raises:
         IntegrityError: The graphs use different operator sets, or return different outputs.
@@ -275,9 +276,13 @@ def merged(prompt: ir.Model, following: ir.Model, past: str) -> ir.Model:
     for prefix, model in (("prompt", prompt), ("following", following)):
         _make_branch(model.graph, prefix, names[1], outer, graph, shared)
     tape = ir.tape.Tape()
-    axis, zero = (add_initializer(graph, "tokens", np.array(number, np.int64)) for number in (2, 0))
-    tokens = tape.op("Gather", [tape.op("Shape", [outer[past]]), axis], {"axis": 0})
-    has_past = tape.op("Greater", [tokens, zero])
+    if isinstance(condition, ir.Value):
+        has_past = condition
+        graph.inputs.append(condition)
+    else:
+        axis, zero = (add_initializer(graph, "tokens", np.array(number, np.int64)) for number in (2, 0))
+        tokens = tape.op("Gather", [tape.op("Shape", [outer[condition]]), axis], {"axis": 0})
+        has_past = tape.op("Greater", [tokens, zero])
     attributes = [ir.AttrGraph("then_branch", following.graph), ir.AttrGraph("else_branch", prompt.graph)]
     node = ir.Node("", "If", [has_past], attributes, outputs=[outer[name] for name in names[1]])
     graph.extend([*tape.nodes, node])

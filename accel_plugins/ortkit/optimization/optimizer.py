@@ -17,6 +17,7 @@ from accel.errors import ConfigError, OptimizeError
 from accel.interfaces.protocols import Feeds
 
 from ..graph.editing import load_graphs, write_artifact
+from ..quantization.presets import WEIGHT_ONLY
 from .fusions import CPU, FusionTarget, chosen_fusions
 from .precision import convert
 from .simplifications import count_nodes
@@ -117,7 +118,7 @@ class OrtOptimizer:
 
         Raises:
             ConfigError: Two precisions are enabled, or the target does not support the precision.
-            OptimizeError: The artifact is not a float32 artifact.
+            OptimizeError: The artifact is not a float32 artifact, or its activations are quantized.
         """
         if not names:
             return None
@@ -134,10 +135,13 @@ class OrtOptimizer:
             )
         if artifact.dtype == names[0] and artifact.manifest.quantization is None:
             return None
-        if artifact.dtype != "float32" or artifact.manifest.quantization is not None:
-            state = "quantized" if artifact.manifest.quantization is not None else artifact.dtype
+        quantization = artifact.manifest.quantization
+        # Weights in blocks leave the activations in floating point, and their kernels also compute in half precision.
+        if artifact.dtype != "float32" or (quantization is not None and quantization.scheme not in WEIGHT_ONLY):
+            state = "quantized" if quantization is not None else artifact.dtype
             raise OptimizeError(
-                f"{artifact.path} is {state} already; accel converts only float32 artifacts to {names[0]}.",
+                f"{artifact.path} is {state} already; accel converts only float32 graphs, with or without weights in blocks, to "
+                f"{names[0]}.",
                 fix="optimize the float32 artifact, or use level O3, which keeps the data type.",
             )
         return names[0]

@@ -370,6 +370,10 @@ def _convert_attributes(node: ir.Node, target: ir.DataType, dtype: str) -> None:
     """Convert the attributes of a node that contain the float type or float tensors."""
     if node.op_type == "Cast" and node.attributes.get_int("to", 0) == int(_FLOAT):
         node.attributes["to"] = ir.AttrInt64("to", int(target))
+    if node.op_type == "MatMulNBits":
+        # With float16 inputs and 8-bit accumulation, ONNX Runtime's CPU kernel differs by 62 % of the largest logit of a BART with 4-bit
+        # weights, instead of 19 % (onnxruntime 1.30 and 1.31.1).
+        node.attributes.pop("accuracy_level", None)
     if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
         # Without the attribute `value`, `ConstantOfShape` would return float32 zeros.
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_narrow(np.zeros(1, np.float32), dtype)))
