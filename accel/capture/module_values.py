@@ -98,5 +98,14 @@ class ModuleTrace:
 
 
 def _like(value: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Return a value of another model in the dtype and shape of the original value."""
-    return value.to(original.dtype).reshape(original.shape) if value.numel() == original.numel() else original
+    """Return a value of another model in the dtype and shape of the original value.
+
+    Optimized graphs may compute only the first token in their last layer. Then only this token is replaced.
+    """
+    if value.numel() == original.numel():
+        return value.to(original.dtype).reshape(original.shape)
+    if original.ndim == 3 and value.numel() == original[:, :1].numel():
+        changed = original.clone()
+        changed[:, :1] = value.reshape(original[:, :1].shape)
+        return changed
+    return original

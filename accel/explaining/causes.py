@@ -87,7 +87,7 @@ class CauseFinder:
 
     def _of_layer(self, pair: LayerPair, place: PlaceError) -> tuple[str, str]:
         name, kind = pair.reference.name, pair.reference.kind
-        actual = self._comparison.actual.outputs[name]
+        _, actual, computed = self._comparison.values("outputs", name)
         if not bool(torch.isfinite(actual).all()):
             return _overflow(place.largest)
         if kind == "embedding" and (cause := self._of_ids(name)) is not None:
@@ -103,7 +103,7 @@ class CauseFinder:
                 if wrong is not None:
                     return wrong
                 rounding = difference
-        computed = self._comparison.recomputed.outputs[name].reshape(actual.shape)
+        raw = actual
         actual, computed = self._comparison.real(actual), self._comparison.real(computed)
         if kind == "norm":
             return self._of_norm(pair, actual) or ("normalization", "the normalization computes another value")
@@ -112,7 +112,7 @@ class CauseFinder:
             return fault
         given = self._comparison.actual.inputs.get(name)
         if kind == "linear" and ours is not None and given is not None:
-            inputs = self._comparison.real(given)
+            inputs = self._comparison.real(given.reshape(*raw.shape[:-1], given.shape[-1]))
             return self._of_product(pair, place, inputs, ours, actual, computed, rounding)
         return "kernel", "the weights are right, and the result is not"
 
@@ -191,8 +191,7 @@ class CauseFinder:
 
     def _between(self, place: str, kind: str, name: str, error: PlaceError) -> tuple[str, str]:
         comparison = self._comparison
-        expected = getattr(comparison.expected, kind)[name]
-        actual = getattr(comparison.actual, kind)[name].reshape(expected.shape)
+        expected, actual, recomputed = comparison.values(kind, name)
         if not bool(torch.isfinite(actual).all()):
             return _overflow(error.largest)
         if self._variants is None:
@@ -200,6 +199,8 @@ class CauseFinder:
         best = (math.inf, "", "")
         for sort, detail, values in self._variants:
             value = getattr(values, kind).get(name)
+            if value is not None and value.ndim == 3 and actual.ndim == 3:
+                value = value[:, : actual.shape[1]]
             if value is not None and value.numel() == actual.numel():
                 real = comparison.real(value.reshape(actual.shape))
                 best = min(best, (relative(comparison.real(actual) - real, comparison.real(expected)), sort, detail))
@@ -207,7 +208,6 @@ class CauseFinder:
         best = min(best, *pooled) if pooled else best
         if best[0] < _EXPLAINED * error.made:
             return best[1], best[2]
-        recomputed = getattr(comparison.recomputed, kind)[name].reshape(expected.shape)
         fault = _shifted_or_scaled(comparison.real(actual), comparison.real(recomputed), None)
         if fault is not None:
             return fault

@@ -162,6 +162,16 @@ class Comparison:
             value = value[mask.bool()]
         return value.double()
 
+    def values(self, kind: str, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the expected, the actual and the recomputed value in one shape. If the other model computes only the first token, the
+        others are those of the first token.
+        """
+        expected, actual = getattr(self.expected, kind)[name], getattr(self.actual, kind)[name]
+        recomputed = getattr(self.recomputed, kind)[name].reshape(expected.shape)
+        if actual.numel() != expected.numel():
+            expected, recomputed = expected[:, :1], recomputed[:, :1]
+        return expected, actual.reshape(expected.shape), recomputed
+
     def places(self) -> list[PlaceError]:
         """Return the error of each place in the order of the computation."""
         errors = []
@@ -179,10 +189,7 @@ class Comparison:
         return errors
 
     def _place(self, place: str, kind: str, name: str) -> PlaceError:
-        expected = getattr(self.expected, kind)[name]
-        actual = getattr(self.actual, kind)[name].reshape(expected.shape)
-        recomputed = getattr(self.recomputed, kind)[name].reshape(expected.shape)
-        reference, value, computed = (self.real(item) for item in (expected, actual, recomputed))
+        reference, value, computed = (self.real(item) for item in self.values(kind, name))
         return PlaceError(
             place=place,
             error=relative(value - reference, reference),
@@ -198,7 +205,7 @@ def compare_layers(reference: LayerTrace, other: LayerTrace, feeds: Mapping[str,
     pairs = [
         pair
         for pair in pair_layers(reference.layers, other.layers)
-        if pair.output(values).numel() == expected.outputs[pair.reference.name].numel()
+        if _fits(pair.output(values), expected.outputs[pair.reference.name])
     ]
     actual = values_of(pairs, values, expected)
     return Comparison(tuple(pairs), feeds, expected, actual, reference.run(feeds, actual))
@@ -211,7 +218,7 @@ def values_of(pairs: Sequence[LayerPair], values: LayerValues, expected: LayerVa
         name = pair.reference.name
         outputs[name] = pair.output(values)
         own, other = expected.inputs.get(name), values.inputs[pair.other.name]
-        if own is not None and own.numel() == other.numel():
+        if own is not None and _fits(other, own):
             inputs[name] = other
     names = set(expected.results)
     results = dict(values.results)
@@ -219,3 +226,9 @@ def values_of(pairs: Sequence[LayerPair], values: LayerValues, expected: LayerVa
         results = dict(zip(expected.results, values.results.values(), strict=False))
     fitting = {n: v for n, v in results.items() if n in names and v.numel() == expected.results[n].numel()}
     return LayerValues(inputs, outputs, fitting)
+
+
+def _fits(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether a value has the elements of the expected value, or those of its first token."""
+    first = expected[:, :1] if expected.ndim == 3 else expected
+    return value.numel() in (expected.numel(), first.numel())
