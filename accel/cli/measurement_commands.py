@@ -271,7 +271,9 @@ def explain(
     artifact: options.Artifact,
     against: Annotated[
         str | None,
-        typer.Argument(metavar="MODEL", help="PyTorch model or ONNX artifact to compare with; the recorded source if omitted."),
+        typer.Argument(
+            metavar="MODEL", help="PyTorch model or ONNX artifact to compare with; the recorded source if omitted."
+        ),
     ] = None,
     texts: options.ExplainedTexts = None,
     no_remedies: Annotated[

@@ -90,8 +90,6 @@ class CauseFinder:
         _, actual, computed = self._comparison.values("outputs", name)
         if not bool(torch.isfinite(actual).all()):
             return _overflow(place.largest)
-        if kind == "embedding" and (cause := self._of_ids(name)) is not None:
-            return cause
         rounding = None
         ours, theirs = pair.reference.weight(), pair.other.weight()
         if theirs is not None and pair.columns is not None:
@@ -122,10 +120,7 @@ class CauseFinder:
         except AttributeError:
             return None
 
-    def _of_ids(self, name: str) -> tuple[str, str] | None:
-        ours, theirs = self._comparison.expected.inputs.get(name), self._comparison.actual.inputs.get(name)
-        if ours is None or theirs is None or bool((ours.reshape(-1) == theirs.reshape(-1)).all()):
-            return None
+    def _of_ids(self, name: str, ours: torch.Tensor, theirs: torch.Tensor) -> tuple[str, str]:
         kind = "positions" if "position" in name else "token types" if "type" in name else "token ids"
         shift = set((theirs.reshape(-1) - ours.reshape(-1)).tolist())
         return kind, f"the table is read at other rows{f', shifted by {shift.pop()}' if len(shift) == 1 else ''}"
@@ -144,7 +139,10 @@ class CauseFinder:
                 value = middle * (middle.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight + shift
                 error = relative(value - actual, actual)
                 if error < best:
-                    best, words = error, f"{'layer' if centred else 'root mean square'} normalization with an epsilon of {epsilon:g}"
+                    best, words = (
+                        error,
+                        f"{'layer' if centred else 'root mean square'} normalization with an epsilon of {epsilon:g}",
+                    )
         return ("normalization", f"the values are those of {words}") if best < 1e-3 else None
 
     def _of_product(
@@ -192,6 +190,8 @@ class CauseFinder:
     def _between(self, place: str, kind: str, name: str, error: PlaceError) -> tuple[str, str]:
         comparison = self._comparison
         expected, actual, recomputed = comparison.values(kind, name)
+        if not expected.is_floating_point():
+            return self._of_ids(name, expected, actual)
         if not bool(torch.isfinite(actual).all()):
             return _overflow(error.largest)
         if self._variants is None:
@@ -278,9 +278,7 @@ class CauseFinder:
         return errors
 
 
-def weight_fault(
-    ours: torch.Tensor, theirs: torch.Tensor, name: str, layers: Any
-) -> tuple[str, str] | None:
+def weight_fault(ours: torch.Tensor, theirs: torch.Tensor, name: str, layers: Any) -> tuple[str, str] | None:
     """Return the fault of a weight; `None` if the weights differ only by rounding."""
     ours, theirs = ours.double(), theirs.double()
     if not bool(torch.isfinite(theirs).all()):
@@ -289,7 +287,7 @@ def weight_fault(
         return "weights", "all weights are zero"
     alike = float((ours * theirs).sum() / (ours.norm() * theirs.norm()).clamp(min=1e-300))
     ratio = float(theirs.norm() / ours.norm().clamp(min=1e-300))
-    if alike > 0.99 and abs(ratio - 1) > _SAME:
+    if alike > 0.99 and abs(ratio - 1) > _SAME and relative(theirs - ratio * ours, ours) < 0.5 * abs(ratio - 1):
         return "scale", f"the weights are multiplied by {ratio:.4g}"
     if alike < -0.99:
         return "weights", "the sign of the weights is changed"
@@ -319,7 +317,10 @@ def _wrong_rows(ours: torch.Tensor, theirs: torch.Tensor, words: str) -> tuple[s
     if len(wrong) and len(wrong) < len(ours):
         nearest = (b[wrong] @ a.T).max(1)
         if float(nearest.values.min()) > 0.95:
-            return "weights", f"{len(wrong)} {words} rows are swapped, such as row {int(wrong[0])} with row {int(nearest.indices[0])}"
+            return (
+                "weights",
+                f"{len(wrong)} {words} rows are swapped, such as row {int(wrong[0])} with row {int(nearest.indices[0])}",
+            )
         if not bool(theirs[wrong].any()):
             return "weights", f"{len(wrong)} {words} rows are zero"
         if len(wrong) <= len(ours) // 2:
@@ -329,10 +330,19 @@ def _wrong_rows(ours: torch.Tensor, theirs: torch.Tensor, words: str) -> tuple[s
         if float(nearest.values.min()) > 0.95:
             return "weights", f"all {words} rows are in another order"
     ratios = theirs.norm(dim=1) / ours.norm(dim=1).clamp(min=1e-300)
-    off = ((ratios - 1).abs() > 4 * _SAME) & (cosines > 0.98) & (ours.norm(dim=1) > 1e-6)
+    rest = (theirs - ratios[:, None] * ours).norm(dim=1) / ours.norm(dim=1).clamp(min=1e-300)
+    off = (
+        ((ratios - 1).abs() > 4 * _SAME)
+        & (cosines > 0.98)
+        & (ours.norm(dim=1) > 1e-6)
+        & (rest < 0.5 * (ratios - 1).abs())
+    )
     if bool(off.any()):
         first = int(off.nonzero()[0])
-        return "scale", f"{int(off.sum())} of {len(ours)} {words} rows have another scale, such as row {first} ({float(ratios[first]):.3g})"
+        return (
+            "scale",
+            f"{int(off.sum())} of {len(ours)} {words} rows have another scale, such as row {first} ({float(ratios[first]):.3g})",
+        )
     return None
 
 
@@ -361,7 +371,10 @@ def _shifted_or_scaled(
 
 
 def _overflow(largest: float) -> tuple[str, str]:
-    return "range of half precision", f"the values overflow; PyTorch's largest value is {largest:.3g}, float16 ends at 65,504"
+    return (
+        "range of half precision",
+        f"the values overflow; PyTorch's largest value is {largest:.3g}, float16 ends at 65,504",
+    )
 
 
 def _changed_models(model: torch.nn.Module) -> Iterator[tuple[str, str, AbstractContextManager[Any]]]:
@@ -373,7 +386,11 @@ def _changed_models(model: torch.nn.Module) -> Iterator[tuple[str, str, Abstract
     for kind in dict.fromkeys(type(module) for module in modules):
         group = [module for module in modules if type(module) is kind]
         for words, function in ACTIVATIONS.items():
-            yield "activation", f"the activation is {words} instead of {kind.__name__}", _attributes(group, "forward", lambda _, f=function: f)
+            yield (
+                "activation",
+                f"the activation is {words} instead of {kind.__name__}",
+                _attributes(group, "forward", lambda _, f=function: f),
+            )
     scaled = [module for module in model.modules() if isinstance(getattr(module, "scaling", None), float)]
     if scaled:
         for words, change in (

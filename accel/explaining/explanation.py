@@ -23,6 +23,7 @@ from ..backends import registry
 from ..backends.plan import RunPreferences, make_plan
 from ..capture.module_values import ModuleTrace
 from ..config import ExportConfig, SessionOptions, checked_arguments
+from ..data.input_defaults import with_defaults
 from ..errors import ConfigError
 from ..interfaces.layer_traces import LayerTrace, LayerValues, TracingBackend
 from ..interfaces.protocols import OpenRequest
@@ -97,17 +98,28 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self._verdict()]
-        lines += [f"  {cause.place}: {cause.kind}: {cause.detail}" for cause in self.causes]
+        alike: dict[tuple[str, str], list[str]] = {}
+        for cause in self.causes:
+            alike.setdefault((cause.kind, cause.detail), []).append(cause.place)
+        lines += [
+            f"  {places[0]}{f' and {len(places) - 1} more' if len(places) > 1 else ''}: {kind}: {detail}"
+            for (kind, detail), places in alike.items()
+        ]
         worst = sorted(self.places, key=lambda place: -place.made)[:_CAUSES]
         shown = [place for place in self.places if place in worst or place.place.startswith("output ")]
         width = max((len(place.place) for place in shown), default=5)
         lines += ["", f"{'place':<{width}}  {'error':>8}  {'made':>8}  {'carried':>8}"]
         lines += [f"{p.place:<{width}}  {p.error:8.2g}  {p.made:8.2g}  {p.carried:8.2g}" for p in shown]
         lines += ["", f"{len(self.rows)} of {self.compared_rows} rows have another answer."]
-        lines += [f"  {row.row}: {row.expected} -> {row.actual} (margin {row.margin:.2g}) {row.text[:60]}" for row in self.rows[:10]]
+        lines += [
+            f"  {row.row}: {row.expected} -> {row.actual} (margin {row.margin:.2g}) {row.text[:60]}"
+            for row in self.rows[:10]
+        ]
         if self.remedies:
             lines += ["", "remedy: remaining error (part of the error that it gives back)"]
-            lines += [f"  {r.name}: {_number(r.error)}{r.back()}{f' ({r.note})' if r.note else ''}" for r in self.remedies]
+            lines += [
+                f"  {r.name}: {_number(r.error)}{r.back()}{f' ({r.note})' if r.note else ''}" for r in self.remedies
+            ]
         return "\n".join(lines)
 
     def _verdict(self) -> str:
@@ -147,7 +159,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, ra
     body = "".join(
         "<tr>"
         + "".join(
-            f"<td class=text>{cell if raw_last and i == len(row) - 1 else html.escape(cell)}</td>" for i, cell in enumerate(row)
+            f"<td class=text>{cell if raw_last and i == len(row) - 1 else html.escape(cell)}</td>"
+            for i, cell in enumerate(row)
         )
         + "</tr>"
         for row in rows
@@ -386,7 +399,8 @@ class _Rows:
         tokenizer = open_companion("AutoTokenizer", reference.folder or artifact.path)
         limit = component.max_sizes.get("sequence", 512)
         encoded = tokenizer(lines, padding=True, truncation=True, max_length=limit, return_tensors="pt")
-        feeds = {name: value for name, value in encoded.items() if name in {spec.name for spec in component.inputs}}
+        names = [spec.name for spec in component.inputs]
+        feeds = with_defaults({name: value for name, value in encoded.items() if name in names}, names)
         return cls({component.name: feeds}, tuple(lines), labels, causes)
 
     def changed(self, values: Mapping[str, LayerValues], results: Any) -> tuple[list[ChangedRow], int]:
@@ -395,7 +409,9 @@ class _Rows:
         count = 0
         for component, actual in values.items():
             expected = results(component, self.feeds[component])
-            pairs = [(v, actual.results[n]) for n, v in expected.items() if n in actual.results and v.is_floating_point()]
+            pairs = [
+                (v, actual.results[n]) for n, v in expected.items() if n in actual.results and v.is_floating_point()
+            ]
             if not pairs:
                 continue
             ours, theirs = pairs[0]
@@ -449,7 +465,11 @@ def file_causes(folder: Path, reference: Path | None) -> list[Cause]:
     elif ids[0] != ids[1] and ids[0] is not None:
         text = next(text for text, tokens in ids[0].items() if ids[1].get(text) != tokens)
         causes.append(
-            Cause(kind="tokenizer", place="files", detail=f"{text!r} becomes the tokens {ids[1][text][:12]} instead of {ids[0][text][:12]}")
+            Cause(
+                kind="tokenizer",
+                place="files",
+                detail=f"{text!r} becomes the tokens {ids[1][text][:12]} instead of {ids[0][text][:12]}",
+            )
         )
     labels = [_labels(path) for path in (reference, folder)]
     if all(labels) and labels[0] != labels[1]:
@@ -457,4 +477,3 @@ def file_causes(folder: Path, reference: Path | None) -> list[Cause]:
         detail = f"the class {wrong} is called {labels[1].get(wrong)!r} instead of {labels[0].get(wrong)!r}"
         causes.append(Cause(kind="labels", place="files", detail=detail))
     return causes
-

@@ -177,7 +177,7 @@ class Comparison:
         errors = []
         for pair in self.pairs:
             name = pair.reference.name
-            if name in self.actual.inputs and pair.reference.kind != "embedding":
+            if name in self.actual.inputs:
                 errors.append(self._place(f"before {name}", "inputs", name))
             if name in self.actual.outputs:
                 errors.append(self._place(name, "outputs", name))
@@ -189,7 +189,11 @@ class Comparison:
         return errors
 
     def _place(self, place: str, kind: str, name: str) -> PlaceError:
-        reference, value, computed = (self.real(item) for item in self.values(kind, name))
+        values = self.values(kind, name)
+        if not values[0].is_floating_point():
+            different = float((values[1].long() != values[0].long()).double().mean())
+            return PlaceError(place=place, error=different, made=different, carried=0.0, largest=0.0)
+        reference, value, computed = (self.real(item) for item in values)
         return PlaceError(
             place=place,
             error=relative(value - reference, reference),

@@ -92,7 +92,9 @@ class Remedies:
                     continue
                 feeds = self._feeds[name]
                 names = {spec.name for spec in session.inputs if spec.pair is None}
-                stateful = any(spec.pair is not None for spec in session.inputs) or bool(getattr(session, "stateful", False))
+                stateful = any(spec.pair is not None for spec in session.inputs) or bool(
+                    getattr(session, "stateful", False)
+                )
                 state = session.new_state(next(iter(feeds.values())).shape[0]) if stateful else None
                 outputs = session.run({n: v for n, v in feeds.items() if n in names}, state=state)
                 values[name] = LayerValues(results={n: v.detach().cpu() for n, v in outputs.items()})
@@ -130,7 +132,9 @@ class Remedies:
         if source is not None and (quantization is not None or half):
             with scratch() as folder:
                 try:
-                    parent = export(source.model, folder / "float", task=self._artifact.task, format=self._artifact.format)
+                    parent = export(
+                        source.model, folder / "float", task=self._artifact.task, format=self._artifact.format
+                    )
                 except AccelError as error:
                     logger.info("no remedies with new artifacts: %s", error.message)
                     parent = None
@@ -150,10 +154,18 @@ class Remedies:
         if options.compute_dtype != "float32" and (self._artifact.dtype != "float32" or plan.options.compute_dtype):
             yield "compute_dtype='float32'", replace(self._settings, options=replace(options, compute_dtype="float32"))
         if options.graph_optimization == "all" and self._artifact.format == "onnx":
-            yield "graph_optimization='none'", replace(self._settings, options=replace(options, graph_optimization="none"))
+            yield (
+                "graph_optimization='none'",
+                replace(self._settings, options=replace(options, graph_optimization="none")),
+            )
         for spec in registry.describe_all()[0]:
             capability = spec.capability("run", self._artifact.format)
-            if capability is None or plan.backend is None or spec.name == plan.backend.name or not capability.dynamic_shapes:
+            if (
+                capability is None
+                or plan.backend is None
+                or spec.name == plan.backend.name
+                or not capability.dynamic_shapes
+            ):
                 continue
             if registry.probe(spec).available:
                 yield f"backend={spec.name!r}", RunPreferences(backend=spec.name)
@@ -169,7 +181,9 @@ class Remedies:
     def _islands(self, parent: Artifact, before: float, folder: Path) -> Remedy:
         name = "float16 with operators in float32 where these inputs need them (optimize level='O4', calibration=...)"
         try:
-            return self._tried(name, before, artifact=optimize(parent, folder / "islands", level="O4", calibration=self._batches()))
+            return self._tried(
+                name, before, artifact=optimize(parent, folder / "islands", level="O4", calibration=self._batches())
+            )
         except AccelError as error:
             return Remedy(name=name, error=None, before=before, note=error.message)
 
@@ -201,7 +215,10 @@ class Remedies:
             static = changed.scheme == "static-int8"
             try:
                 other = quantize(
-                    parent, folder / f"quantized-{number}", config=changed, calibration=self._batches() if static else None
+                    parent,
+                    folder / f"quantized-{number}",
+                    config=changed,
+                    calibration=self._batches() if static else None,
                 )
                 yield self._tried(name, before, artifact=other)
             except AccelError as error:

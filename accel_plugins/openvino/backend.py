@@ -74,9 +74,7 @@ class OpenVinoBackend:
 
         settings = properties("CPU", request.options, request.session, _compute_dtype(artifact, "CPU", request.session))
         settings.pop("CACHE_DIR", None)
-        return {
-            component.name: OpenVinoLayerTrace(artifact, component, settings) for component in artifact.components
-        }
+        return {component.name: OpenVinoLayerTrace(artifact, component, settings) for component in artifact.components}
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OpenVinoSession]:
         """Compile every component; see `accel.interfaces.protocols.Backend.open`. Takes 0.1 to 1 s for encoders."""

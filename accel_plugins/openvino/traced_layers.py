@@ -20,7 +20,6 @@ from .runtime import READ_ERRORS, core, one_line, read_model
 _NUMBER = re.compile(r"(linear|embedding)_(\d+)/")
 
 
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
     name: str
@@ -82,12 +81,16 @@ class OpenVinoLayerTrace:
         names = {name for port in self._compiled.inputs for name in port.get_names()}
         request = self._compiled.create_infer_request()
         dtypes = {spec.name: spec.dtype for spec in self._component.inputs}
-        request.infer({n: t.cpu().numpy().astype(dtypes.get(n, t.numpy().dtype)) for n, t in feeds.items() if n in names})
+        request.infer(
+            {n: t.cpu().numpy().astype(dtypes.get(n, t.numpy().dtype)) for n, t in feeds.items() if n in names}
+        )
         values = [
             torch.from_numpy(np.array(request.get_output_tensor(i).data)) for i in range(len(results) + len(asked))
         ]
         outputs_by_name = {
-            next((spec.name for spec in self._component.outputs if spec.name in output.get_names()), f"output.{i}"): values[i]
+            next(
+                (spec.name for spec in self._component.outputs if spec.name in output.get_names()), f"output.{i}"
+            ): values[i]
             for i, output in enumerate(results)
         }
         inner = values[len(results) :]
@@ -101,11 +104,13 @@ class OpenVinoLayerTrace:
     def _weight(self, layer: _Layer) -> torch.Tensor | None:
         """Return the weight as the layer reads it, computed from the constants of the graph."""
         try:
-            compiled = core().compile_model(ov.Model([ov.op.Result(layer.weight)], []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            compiled = core().compile_model(
+                ov.Model([ov.op.Result(layer.weight)], []), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+            )
             array = compiled.create_infer_request().infer({})[0]
         except READ_ERRORS:
             return None
-        weight = torch.from_numpy(np.array(array, np.float32)).reshape(layer.weight.get_shape())
+        weight = torch.from_numpy(np.array(array, np.float32)).reshape(tuple(layer.weight.get_shape()))
         return weight.T if layer.turned else weight
 
 
@@ -120,7 +125,19 @@ def _layers(model: ov.Model) -> list[_Layer]:
             weight, turned = node.input_value(1), bool(node.get_attributes().get("transpose_b"))
             shape = tuple(weight.get_shape())[:: -1 if turned else 1]
             after, bias = _with_bias(node.output(0))
-            layers.append(_Layer(node.get_friendly_name(), "linear", shape, bias, _before(node.input_value(0)), after, weight, turned, order))
+            layers.append(
+                _Layer(
+                    node.get_friendly_name(),
+                    "linear",
+                    shape,
+                    bias,
+                    _before(node.input_value(0)),
+                    after,
+                    weight,
+                    turned,
+                    order,
+                )
+            )
         elif kind == "Gather" and _is_constant(node.input_value(0)) and not _is_constant(node.input_value(1)):
             table = node.input_value(0)
             if len(table.get_partial_shape()) == 2 and table.get_element_type().is_real():
@@ -137,14 +154,18 @@ def _is_constant(output: Any, depth: int = 12) -> bool:
     node = output.get_node()
     if node.get_type_name() == "Constant":
         return True
-    return depth > 0 and bool(node.inputs()) and all(_is_constant(v.get_source_output(), depth - 1) for v in node.inputs())
+    return (
+        depth > 0 and bool(node.inputs()) and all(_is_constant(v.get_source_output(), depth - 1) for v in node.inputs())
+    )
 
 
 def _before(output: Any) -> Any:
     """Return the value before the quantization of an activation."""
     node = output.get_node()
     while node.get_type_name() == "FakeQuantize" or (
-        node.get_type_name() == "Multiply" and _is_constant(node.input_value(1)) and node.input_value(0).get_node().get_type_name() == "FakeQuantize"
+        node.get_type_name() == "Multiply"
+        and _is_constant(node.input_value(1))
+        and node.input_value(0).get_node().get_type_name() == "FakeQuantize"
     ):
         output = node.input_value(0)
         node = output.get_node()

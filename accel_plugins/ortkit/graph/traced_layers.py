@@ -22,7 +22,15 @@ from ..upstream import RUN_ERRORS
 from .analysis import producer
 from .editing import constant, is_constant, load_graph
 
-_PRODUCTS = ("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul")
+_PRODUCTS = (
+    "MatMul",
+    "Gemm",
+    "FusedMatMul",
+    "MatMulNBits",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+)
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast")
 _SUFFIXES = (".weight_quantized", ".weight_blocks", ".weight", ".bias")
@@ -71,6 +79,7 @@ def graph_layers(model: ir.Model) -> list[GraphLayer]:
     return layers
 
 
+_READS = ("DequantizeLinear", "Cast")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -105,9 +114,10 @@ def _layer(node: ir.Node) -> GraphLayer | None:
     if node.op_type == "MatMulNBits":
         shape: tuple[int, ...] = (node.attributes.get_int("K"), node.attributes.get_int("N"))
     else:
-        assert stored is not None
-        assert stored.shape is not None
-        shape = stored.shape.numpy()[::-1] if turned else stored.shape.numpy()
+        source_shape = _constant_of(stored)
+        assert source_shape is not None
+        assert source_shape.shape is not None
+        shape = source_shape.shape.numpy()[:: -1 if turned else 1]
     if len(shape) != 2 or is_constant(source):
         return None
     readable = node.op_type in ("MatMul", "Gemm", "FusedMatMul")
@@ -124,10 +134,14 @@ def _weight(node: ir.Node) -> tuple[ir.Value | None, bool]:
     transposed = producer(value, "Transpose")
     if transposed is not None:
         value, turned = transposed.inputs[0], not turned
-    parent = value.producer() if value is not None else None
-    if value is not None and parent is not None and parent.op_type in ("DequantizeLinear", "Cast"):
-        return (value, turned) if is_constant(parent.inputs[0]) else (None, False)
-    return (value, turned) if is_constant(value) else (None, False)
+    return (value, turned) if _constant_of(value) is not None else (None, False)
+
+
+def _constant_of(value: ir.Value | None) -> ir.Value | None:
+    """Return the constant that a weight is read from, through conversions and dequantizations."""
+    while value is not None and (parent := value.producer()) is not None and parent.op_type in _READS:
+        value = parent.inputs[0]
+    return value if is_constant(value) else None
 
 
 def _reader(node: ir.Node) -> tuple[ir.Node, int, float | None]:
@@ -244,7 +258,9 @@ class OnnxLayerTrace:
         )
 
     @staticmethod
-    def _result(name: str, value: torch.Tensor, after: Mapping[str, str], arrays: Mapping[str, np.ndarray]) -> torch.Tensor:
+    def _result(
+        name: str, value: torch.Tensor, after: Mapping[str, str], arrays: Mapping[str, np.ndarray]
+    ) -> torch.Tensor:
         """Return an output of the graph. If it is the output of a layer, its replacement is the output."""
         layer = next((layer for layer, output in after.items() if output == name), None)
         key = f"replaced.output.{layer}"
@@ -276,6 +292,10 @@ class OnnxLayerTrace:
                 if value.name not in outputs and value.name not in inputs:
                     model.graph.outputs.append(value)
                     outputs.add(value.name)
+            # ONNX Runtime removes unused initializers, and refuses values for them.
+            for name in [name for name, value in model.graph.initializers.items() if not value.uses()]:
+                if not model.graph.initializers[name].is_graph_output():
+                    del model.graph.initializers[name]
             options = ort.SessionOptions()
             options.intra_op_num_threads = available_processors()
             options.log_severity_level = 3
@@ -283,31 +303,33 @@ class OnnxLayerTrace:
         return self._sessions[replaces]
 
     def _weight(self, layer: GraphLayer) -> torch.Tensor | None:
-        """Return the weight: the constant, or the outputs of the layer for the rows of an identity matrix."""
+        """Return the weight, if it is a constant that is at most converted or dequantized."""
         if layer.weight is None:
             return None
-        array = constant(layer.weight)
-        if array is None:
-            node = layer.weight.producer()
-            assert node is not None
-            array = _dequantized(node)
-        if array is None:
-            return None
-        weight = torch.from_numpy(np.array(array, np.float32))
-        return weight.T if layer.turned else weight
+        weight = _values(layer.weight)
+        return weight if weight is None or not layer.turned else weight.T
 
 
-def _dequantized(node: ir.Node) -> np.ndarray | None:
-    if node.op_type == "Cast":
-        return constant(node.inputs[0])
-    weight, scale = constant(node.inputs[0]), constant(node.inputs[1])
-    zero = constant(node.inputs[2]) if len(node.inputs) > 2 else None
-    if weight is None or scale is None or node.attributes.get_int("block_size", 0):
+def _values(value: ir.Value | None) -> torch.Tensor | None:
+    """Return a weight in float32, through conversions and dequantizations."""
+    array = constant(value)
+    if array is not None:
+        return torch.from_numpy(np.array(array, np.float32))
+    node = value.producer() if value is not None else None
+    if node is None or node.op_type not in _READS:
         return None
-    axis = node.attributes.get_int("axis", 1)
-    sizes = [-1 if i == axis % weight.ndim else 1 for i in range(weight.ndim)] if scale.ndim else []
-    shifted = weight.astype(np.float32) - (0 if zero is None else zero.astype(np.float32).reshape(sizes or ()))
-    return np.asarray(shifted * scale.astype(np.float32).reshape(sizes or ()))
+    stored = _values(node.inputs[0])
+    if stored is None:
+        return None
+    if node.op_type == "Cast":
+        half = {ir.DataType.FLOAT16: torch.float16, ir.DataType.BFLOAT16: torch.bfloat16}
+        return stored.to(half.get(ir.DataType(node.attributes.get_int("to")), torch.float32)).float()
+    scale, zero = (_values(item) for item in (*node.inputs[1:], None)[:2])
+    if scale is None or node.attributes.get_int("block_size", 0):
+        return None
+    axis = node.attributes.get_int("axis", 1) % stored.ndim
+    sizes = [-1 if i == axis else 1 for i in range(stored.ndim)] if scale.ndim else []
+    return (stored - (0 if zero is None else zero.reshape(sizes))) * scale.reshape(sizes)
 
 
 def _replace_all(model: ir.Model, layers: Sequence[GraphLayer]) -> dict[str, str]:
