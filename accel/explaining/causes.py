@@ -389,7 +389,7 @@ def _changed_models(model: torch.nn.Module) -> Iterator[tuple[str, str, Abstract
             yield (
                 "activation",
                 f"the activation is {words} instead of {kind.__name__}",
-                _attributes(group, "forward", lambda _, f=function: f),
+                _attributes(group, "forward", _always(function)),
             )
     scaled = [module for module in model.modules() if isinstance(getattr(module, "scaling", None), float)]
     if scaled:
@@ -401,6 +401,11 @@ def _changed_models(model: torch.nn.Module) -> Iterator[tuple[str, str, Abstract
         ):
             yield "attention scale", f"the scale of the attention is {words}", _attributes(scaled, "scaling", change)
     yield "half precision", "the operations are computed in bfloat16", torch.autocast("cpu", torch.bfloat16)
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    """Return a function that returns a value."""
+    return lambda _: value
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from ..stages.checked_export import load_source
 from ..stages.resolution import artifact_of, original, resolve
 from .causes import Cause, CauseFinder
 from .layer_errors import PlaceError, compare_layers
-from .remedies import Remedy, Remedies
+from .remedies import Remedies, Remedy
 
 _FLOOR = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 _CAUSES = 8
@@ -125,7 +125,8 @@ class Explanation:
     def _verdict(self) -> str:
         if self.first is None:
             return f"{self.artifact} agrees with {self.reference}: the error is {self.error:.2g} of the output ({self.backend})."
-        return f"{self.artifact} differs from {self.reference} by {self.error:.2g} of the output ({self.backend}). First place: {self.first}."
+        error = f"by {self.error:.2g} of the output ({self.backend})"
+        return f"{self.artifact} differs from {self.reference} {error}. First place: {self.first}."
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the explanation as an HTML page that needs no other file."""
@@ -212,7 +213,7 @@ def explain(
     assert plan.backend is not None
     progress.report("reading the values of the layers", 0, 3)
     reference = _Reference.of(subject, against, hub)
-    traces = _traces(subject, plan.backend.name, device, plan.options)
+    traces = _traces(subject, plan.backend.name, plan.options)
     rows = _Rows.of(subject, reference, texts)
     places: list[PlaceError] = []
     causes: list[tuple[float, Cause]] = list(rows.causes)
@@ -231,8 +232,7 @@ def explain(
         wrong = [place for place in own if place.made > floor and place.made >= _PART * min(largest, 1e9)]
         if first is None:
             first = next((place.place for place in own if place.made > floor), None)
-        for place in sorted(wrong, key=lambda place: -place.made)[:_CAUSES]:
-            causes.append((place.made, finder.cause(place)))
+        causes += [(p.made, finder.cause(p)) for p in sorted(wrong, key=lambda place: -place.made)[:_CAUSES]]
         places += own
         paired = {pair.reference.name for pair in comparison.pairs}
         unpaired += [layer.name for layer in model.layers if layer.name not in paired]
@@ -260,7 +260,7 @@ def explain(
     )  # fmt: skip
 
 
-def _traces(artifact: Artifact, backend: str, device: str | None, options: SessionOptions) -> Mapping[str, LayerTrace]:
+def _traces(artifact: Artifact, backend: str, options: SessionOptions) -> Mapping[str, LayerTrace]:
     spec = registry.describe(backend)
     implementation = registry.load(spec)
     if not isinstance(implementation, TracingBackend):
@@ -307,7 +307,7 @@ class _Reference:
     def _of_artifact(cls, artifact: Artifact) -> _Reference:
         spec = make_plan(artifact).backend
         assert spec is not None
-        traces = _traces(artifact, spec.name, None, SessionOptions())
+        traces = _traces(artifact, spec.name, SessionOptions())
         samples = {component.name: _sample(artifact, component) for component in artifact.components}
 
         def results(component: str, feeds: Feeds) -> Mapping[str, torch.Tensor]:

@@ -200,17 +200,17 @@ class Remedies:
         layers = list(dict.fromkeys(report.get("layers", ())))
         ranked = [place.place for place in sorted(places, key=lambda place: -place.made) if place.place in layers]
         changes: list[tuple[str, QuantizeConfig]] = [("the same settings again", config)]
-        for count in _EXCLUDED:
-            if len(ranked) > count:
-                names = tuple(ranked[:count])
-                changes.append((f"exclude={names!r}", replace(config, exclude=(*config.exclude, *names))))
+        for names in (tuple(ranked[:count]) for count in _EXCLUDED if count < len(ranked)):
+            changes.append((f"exclude={names!r}", replace(config, exclude=(*config.exclude, *names))))
         if config.scheme == "static-int8" and config.smooth_quant is None:
             changes.append(("smooth_quant=0.5", replace(config, smooth_quant=0.5)))
         if config.scheme == "static-int8":
             changes.append(("calibration='percentile'", replace(config, calibration="percentile")))
-        for scheme in ("dynamic-int8", "weight-int8"):
-            if scheme != config.scheme:
-                changes.append((f"scheme={scheme!r}", QuantizeConfig(scheme=scheme, preset=config.preset)))
+        changes += [
+            (f"scheme={scheme!r}", QuantizeConfig(scheme=scheme, preset=config.preset))
+            for scheme in ("dynamic-int8", "weight-int8")
+            if scheme != config.scheme
+        ]
         for number, (name, changed) in enumerate(changes):
             static = changed.scheme == "static-int8"
             try:
@@ -225,4 +225,4 @@ class Remedies:
                 yield Remedy(name=name, error=None, before=before, note=error.message)
 
     def _batches(self) -> list[Feeds]:
-        return [dict(feeds) for feeds in self._feeds.values()][:1]
+        return list(self._feeds.values())[:1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class OpenVinoLayerTrace:
         self._settings = dict(settings)
         self._found = _layers(self._model)
         self.layers: Sequence[TracedLayer] = [
-            TracedLayer(layer.name, layer.kind, layer.shape, layer.bias, lambda layer=layer: self._weight(layer))
+            TracedLayer(layer.name, layer.kind, layer.shape, layer.bias, partial(self._weight, layer))
             for layer in self._found
         ]
         self._compiled: Any = None

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 import accel
 from accel.artifact import Artifact
+from accel.backends.plan import make_plan
+from accel.backends.sessions import open_plan
 from accel.cli import app
 from accel.errors import ProbeError
 from accel.explaining.explanation import explain
-from accel.backends.plan import make_plan
-from accel.backends.sessions import open_plan
-
 from tests.planted_faults import DENSE, Fault, bert_faults, change_weight, plant, replace_activation
 
 
@@ -123,7 +122,7 @@ def test_the_command_writes_a_page(tiny_artifact: Callable[..., Artifact], tmp_p
 def test_planted_faults_are_detected_before_any_answer(
     tiny_artifact: Callable[..., Artifact], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count the faults that the probes detect and that `explain` names. The counts are printed."""
+    """Count the faults that the probes detect and that `explain` names."""
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "home"))
     detected, named, faults = [], [], list(bert_faults())
     for number, fault in enumerate(faults):
@@ -136,6 +135,5 @@ def test_planted_faults_are_detected_before_any_answer(
         if causes and causes[0].kind in fault.causes:
             named.append(fault.name)
     missed = sorted({fault.name for fault in faults} - set(detected))
-    print(f"{len(detected)} of {len(faults)} detected, {len(named)} named; not detected: {missed}")
     assert len(detected) >= math.floor(0.9 * len(faults)), missed
     assert len(named) >= math.floor(0.75 * len(faults))

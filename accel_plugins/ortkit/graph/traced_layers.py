@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,7 @@ class OnnxLayerTrace:
         self.layers = [
             TracedLayer(
                 layer.name, layer.kind, layer.shape, layer.bias,
-                lambda layer=layer: self._weight(layer), layer.limit,
+                partial(self._weight, layer), layer.limit,
             )
             for layer in layers
         ]  # fmt: skip
