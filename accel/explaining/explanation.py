@@ -151,7 +151,8 @@ def _number(error: float | None) -> str:
 
 def _bar(value: float, largest: float) -> str:
     width = 100.0 if not math.isfinite(value) else 100 * value / largest if largest else 0.0
-    return f"<svg viewBox='0 0 100 8' role=img aria-label='made' style='width:10rem'><rect class=bar width={width:.1f} height=8></rect></svg>"
+    bar = f"<rect class=bar width={width:.1f} height=8></rect>"
+    return f"<svg viewBox='0 0 100 8' role=img aria-label='made' style='width:10rem'>{bar}</svg>"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str, *, raw_last: bool = False) -> str:
@@ -243,8 +244,8 @@ def explain(
     traced = max((place.error for place in places if place.place.startswith("output ")), default=0.0)
     if error > 10 * max(traced, floor):
         detail = (
-            f"the session's outputs differ by {error:.2g}, and the same graph with readable layers by {traced:.2g}: the error is in a fused "
-            "kernel, a graph optimization or the data type of the session"
+            f"the session's outputs differ by {error:.2g}, and the same graph with readable layers by {traced:.2g}: the error is in a "
+            "fused kernel, a graph optimization or the data type of the session"
         )
         causes.append((error, Cause(kind="kernel", place="session", detail=detail)))
         first = first or "session"

@@ -200,8 +200,8 @@ class Remedies:
         layers = list(dict.fromkeys(report.get("layers", ())))
         ranked = [place.place for place in sorted(places, key=lambda place: -place.made) if place.place in layers]
         changes: list[tuple[str, QuantizeConfig]] = [("the same settings again", config)]
-        for names in (tuple(ranked[:count]) for count in _EXCLUDED if count < len(ranked)):
-            changes.append((f"exclude={names!r}", replace(config, exclude=(*config.exclude, *names))))
+        worst = [tuple(ranked[:count]) for count in _EXCLUDED if count < len(ranked)]
+        changes += [(f"exclude={names!r}", replace(config, exclude=(*config.exclude, *names))) for names in worst]
         if config.scheme == "static-int8" and config.smooth_quant is None:
             changes.append(("smooth_quant=0.5", replace(config, smooth_quant=0.5)))
         if config.scheme == "static-int8":
