@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..artifact.manifest import Artifact
@@ -69,7 +70,7 @@ def model_card(artifact: Artifact, name: str, *, code: str, language: str = "pyt
     )
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return ""
     lines = [head, ("---",) * len(head), *rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -102,33 +102,24 @@ class Metrics:
 
     def _watch_shadow(self, shadow: Shadow) -> None:
         """Report the agreement and the latency of a shadow, with the ends of their intervals of 95 %."""
+        comparison = shadow.comparison
+
+        def bound(read: Callable[[], tuple[float, float, float]], place: int) -> float:
+            return read()[place]
+
         for name, text, read in (
-            (
-                "accel_shadow_agreement",
-                "Part of the requests that the shadow answers as the model.",
-                lambda c: c.agreement,
-            ),
-            (
-                "accel_shadow_latency_ratio",
-                "Computing time of the shadow relative to the model.",
-                lambda c: c.latency_ratio,
-            ),
+            ("accel_shadow_agreement", "Part of the requests with the same answer.", lambda: comparison.agreement),
+            ("accel_shadow_latency_ratio", "Computing time relative to the model.", lambda: comparison.latency_ratio),
         ):
             gauge = Gauge(name, text, ["model", "bound"], registry=self.registry)
-            for place, bound in enumerate(("value", "low", "high")):
-                gauge.labels(shadow.model, bound).set_function(
-                    lambda read=read, place=place: read(shadow.comparison)[place]
-                )
-        counts = Gauge(
-            "accel_shadow_requests", "Copied requests by outcome.", ["model", "outcome"], registry=self.registry
-        )
+            for place, label in enumerate(("value", "low", "high")):
+                gauge.labels(shadow.model, label).set_function(functools.partial(bound, read, place))
+        text = "Copied requests by outcome."
+        counts = Gauge("accel_shadow_requests", text, ["model", "outcome"], registry=self.registry)
         for outcome in ("compared", "agreed", "failed", "dropped"):
-            counts.labels(shadow.model, outcome).set_function(
-                lambda outcome=outcome: float(getattr(shadow.comparison, outcome))
-            )
-        switched = Gauge(
-            "accel_shadow_switched", "1 if the shadow answers all requests.", ["model"], registry=self.registry
-        )
+            counts.labels(shadow.model, outcome).set_function(functools.partial(getattr, comparison, outcome))
+        text = "1 if the shadow answers all requests."
+        switched = Gauge("accel_shadow_switched", text, ["model"], registry=self.registry)
         switched.labels(shadow.model).set_function(lambda: float(shadow.switched))
 
     def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
