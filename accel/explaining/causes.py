@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..capture.module_values import ModuleTrace
 from ..errors import AccelError
 from ..interfaces.layer_traces import LayerTrace, LayerValues, TracedLayer
-from .layer_errors import Comparison, LayerPair, PlaceError, correlation, relative
+from .layer_errors import LayerComparison, LayerPair, PlaceError, correlation, relative
 
 _EXPLAINED = 0.35  # largest part of an error that may remain
 _SAME = 0.02  # relative difference of weights that quantization to 8 bits causes
@@ -67,7 +67,7 @@ class CauseFinder:
         reference: The reference model.
     """
 
-    def __init__(self, comparison: Comparison, reference: LayerTrace) -> None:
+    def __init__(self, comparison: LayerComparison, reference: LayerTrace) -> None:
         self._comparison, self._reference = comparison, reference
         self._pairs = {pair.reference.name: pair for pair in comparison.pairs}
         self._variants: list[tuple[str, str, LayerValues]] | None = None
@@ -108,9 +108,9 @@ class CauseFinder:
         fault = _shifted_or_scaled(actual, computed, self._bias(name))
         if fault is not None:
             return fault
-        given = self._comparison.actual.inputs.get(name)
-        if kind == "linear" and ours is not None and given is not None:
-            inputs = self._comparison.real(given.reshape(*raw.shape[:-1], given.shape[-1]))
+        inputs_of_layer = self._comparison.actual.inputs.get(name)
+        if kind == "linear" and ours is not None and inputs_of_layer is not None:
+            inputs = self._comparison.real(inputs_of_layer.reshape(*raw.shape[:-1], inputs_of_layer.shape[-1]))
             return self._of_product(pair, place, inputs, ours, actual, computed, rounding)
         return "kernel", "the weights are right, and the result is not"
 
@@ -126,11 +126,11 @@ class CauseFinder:
         return kind, f"the table is read at other rows{f', shifted by {shift.pop()}' if len(shift) == 1 else ''}"
 
     def _of_norm(self, pair: LayerPair, actual: torch.Tensor) -> tuple[str, str] | None:
-        given = self._comparison.actual.inputs.get(pair.reference.name)
+        inputs_of_layer = self._comparison.actual.inputs.get(pair.reference.name)
         weight, bias = pair.reference.weight(), self._bias(pair.reference.name)
-        if given is None or weight is None:
+        if inputs_of_layer is None or weight is None:
             return None
-        x, weight = self._comparison.real(given), weight.double()
+        x, weight = self._comparison.real(inputs_of_layer), weight.double()
         shift = 0.0 if bias is None else bias
         best, words = math.inf, ""
         for epsilon in (0.0, 1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0):
@@ -149,24 +149,24 @@ class CauseFinder:
         self, pair: LayerPair, place: PlaceError, inputs: torch.Tensor, weight: torch.Tensor, actual: torch.Tensor,
         computed: torch.Tensor, rounding: float | None,
     ) -> tuple[str, str]:  # fmt: skip
-        made = relative(actual - computed, computed)
+        error = relative(actual - computed, computed)
         weight = weight.double()
         limit = pair.other.limit
         if limit is not None and bool((inputs.abs() > limit).any()):
             clipped = computed + (inputs.clamp(-limit, limit) - inputs) @ weight
             share = float((inputs.abs() > limit).double().mean())
-            if relative(actual - clipped, computed) < 0.7 * made:
+            if relative(actual - clipped, computed) < 0.7 * error:
                 return (
                     "saturation",
                     f"{share:.2%} of the inputs are above {limit:.3g}, the largest value that the quantization represents; the largest "
                     f"input is {float(inputs.abs().max()):.3g}",
                 )
-        if max(place.largest, float(inputs.abs().max())) > _HALF and made > 0.01:
+        if max(place.largest, float(inputs.abs().max())) > _HALF and error > 0.01:
             return _overflow(max(place.largest, float(inputs.abs().max())))
         channels = inputs.abs().reshape(-1, inputs.shape[-1]).amax(0)
         typical = float(channels.median()) or 1e-30
         outlier = float(channels.max()) / typical
-        quantized = rounding is not None or limit is not None or made > 3e-3
+        quantized = rounding is not None or limit is not None or error > 3e-3
         if quantized and outlier > _OUTLIER and (pair.other.limit is not None or pair.other.weight() is None):
             return (
                 "outlier channel",
@@ -175,13 +175,13 @@ class CauseFinder:
         for words, dtype in (("float16", torch.float16), ("bfloat16", torch.bfloat16)):
             rounded = inputs.to(dtype).double() @ weight.to(dtype).double() - inputs @ weight
             size = relative(rounded, computed)
-            if size and relative(actual - computed - rounded, computed) < 0.8 * made and 0.3 < made / size < 3:
+            if size and relative(actual - computed - rounded, computed) < 0.8 * error and 0.3 < error / size < 3:
                 return "half precision", f"the product is computed in {words}"
-        if rounding is not None and made < 4 * rounding:
+        if rounding is not None and error < 4 * rounding:
             return "rounded weights", f"the weights differ by {rounding:.2g}, as after quantization"
-        if pair.other.weight() is None and made < 0.5:
+        if pair.other.weight() is None and error < 0.5:
             return "rounded activations", "weights and activations are rounded to integers"
-        if limit is not None and made < 0.2:
+        if limit is not None and error < 0.2:
             return "rounded activations", f"the step of the quantized input is {2 * limit / 255:.2g}"
         return "kernel", "the weights are right, and the product is not: the kernel computes another value"
 
@@ -381,8 +381,8 @@ def _changed_models(model: torch.nn.Module) -> Iterator[tuple[str, str, Abstract
     """Yield wrong variants of a PyTorch model: other activations, other attention scales, products in half precision."""
     from transformers.activations import ACT2CLS
 
-    known = {cls[0] if isinstance(cls, tuple) else cls for cls in ACT2CLS.values()}
-    modules = [m for m in model.modules() if type(m) in known and not any(m.parameters())]
+    activations = {cls[0] if isinstance(cls, tuple) else cls for cls in ACT2CLS.values()}
+    modules = [m for m in model.modules() if type(m) in activations and not any(m.parameters())]
     for kind in dict.fromkeys(type(module) for module in modules):
         group = [module for module in modules if type(module) is kind]
         for words, function in ACTIVATIONS.items():
@@ -416,8 +416,8 @@ def _attributes(modules: list[torch.nn.Module], name: str, change: Callable[[Any
     try:
         yield
     finally:
-        for module, value, own in before:
-            if own:
+        for module, value, is_instance_attribute in before:
+            if is_instance_attribute:
                 setattr(module, name, value)
             else:
                 delattr(module, name)

@@ -227,14 +227,14 @@ def explain(
             continue
         model = reference.traces[component.name]
         comparison = compare_layers(model, trace, rows.feeds[component.name])
-        own = comparison.places()
+        places_of_graph = comparison.places()
         finder = CauseFinder(comparison, model)
-        largest = max((place.made for place in own), default=0.0)
-        wrong = [place for place in own if place.made > floor and place.made >= _PART * min(largest, 1e9)]
+        largest = max((place.made for place in places_of_graph), default=0.0)
+        wrong = [place for place in places_of_graph if place.made > floor and place.made >= _PART * min(largest, 1e9)]
         if first is None:
-            first = next((place.place for place in own if place.made > floor), None)
+            first = next((place.place for place in places_of_graph if place.made > floor), None)
         causes += [(p.made, finder.cause(p)) for p in sorted(wrong, key=lambda place: -place.made)[:_CAUSES]]
-        places += own
+        places += places_of_graph
         paired = {pair.reference.name for pair in comparison.pairs}
         unpaired += [layer.name for layer in model.layers if layer.name not in paired]
     progress.report("comparing answers", 1, 3)
@@ -267,7 +267,7 @@ def _traces(artifact: Artifact, backend: str, options: SessionOptions) -> Mappin
     if not isinstance(implementation, TracingBackend):
         raise ConfigError(
             f"The backend {backend!r} cannot return the values of layers.",
-            fix="pass a backend that can, such as cpu or openvino (backend=..., --backend).",
+            fix="pass another backend (backend=..., --backend); `accel doctor` lists the names.",
         )
     devices = registry.probe(spec).devices
     return implementation.trace_layers(artifact, OpenRequest(device=devices[0], session=options))
@@ -356,8 +356,8 @@ def _run_of(source: capture.Source, part: capture.Source, cases: Sequence[captur
         model: Any = source.model
         with capture.quiet():
             logits = model(**read).logits
-        kept = feeds.get("logits_to_keep")
-        return {"logits": logits if kept is None else logits.index_select(1, kept)}
+        positions = feeds.get("logits_to_keep")
+        return {"logits": logits if positions is None else logits.index_select(1, positions)}
 
     return prompt
 

@@ -138,7 +138,7 @@ def relative(difference: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LayerComparison:
     """The values of both models for one call, and the reference's values computed from the other model's values.
 
     Attributes:
@@ -203,7 +203,7 @@ class Comparison:
         )
 
 
-def compare_layers(reference: LayerTrace, other: LayerTrace, feeds: Mapping[str, torch.Tensor]) -> Comparison:
+def compare_layers(reference: LayerTrace, other: LayerTrace, feeds: Mapping[str, torch.Tensor]) -> LayerComparison:
     """Run both models and the reference with the other model's values."""
     expected, values = reference.run(feeds), other.run(feeds)
     pairs = [
@@ -212,7 +212,7 @@ def compare_layers(reference: LayerTrace, other: LayerTrace, feeds: Mapping[str,
         if _fits(pair.output(values), expected.outputs[pair.reference.name])
     ]
     actual = values_of(pairs, values, expected)
-    return Comparison(tuple(pairs), feeds, expected, actual, reference.run(feeds, actual))
+    return LayerComparison(tuple(pairs), feeds, expected, actual, reference.run(feeds, actual))
 
 
 def values_of(pairs: Sequence[LayerPair], values: LayerValues, expected: LayerValues) -> LayerValues:
@@ -221,8 +221,8 @@ def values_of(pairs: Sequence[LayerPair], values: LayerValues, expected: LayerVa
     for pair in pairs:
         name = pair.reference.name
         outputs[name] = pair.output(values)
-        own, other = expected.inputs.get(name), values.inputs[pair.other.name]
-        if own is not None and _fits(other, own):
+        reference_input, other = expected.inputs.get(name), values.inputs[pair.other.name]
+        if reference_input is not None and _fits(other, reference_input):
             inputs[name] = other
     names = set(expected.results)
     results = dict(values.results)

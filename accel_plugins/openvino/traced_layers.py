@@ -66,9 +66,9 @@ class OpenVinoLayerTrace:
                 fix="compare the graph with a PyTorch model or with an ONNX artifact.",
             )
         results = [result.input_value(0) for result in self._model.get_results()]
-        asked = [*(layer.before for layer in self._found), *(layer.after for layer in self._found)]
+        requested = [*(layer.before for layer in self._found), *(layer.after for layer in self._found)]
         if self._compiled is None:
-            outputs = [ov.op.Result(output) for output in asked]
+            outputs = [ov.op.Result(output) for output in requested]
             model = ov.Model(
                 [*self._model.get_results(), *outputs], list(self._model.get_sinks()), self._model.get_parameters()
             )
@@ -86,7 +86,7 @@ class OpenVinoLayerTrace:
             {n: t.cpu().numpy().astype(dtypes.get(n, t.numpy().dtype)) for n, t in feeds.items() if n in names}
         )
         values = [
-            torch.from_numpy(np.array(request.get_output_tensor(i).data)) for i in range(len(results) + len(asked))
+            torch.from_numpy(np.array(request.get_output_tensor(i).data)) for i in range(len(results) + len(requested))
         ]
         outputs_by_name = {
             next(

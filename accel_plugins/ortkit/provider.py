@@ -173,7 +173,7 @@ class ProviderBackend:
 
     def trace_layers(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, LayerTrace]:
         """Return the graphs with the values of their layers. They run on ONNX Runtime's CPU provider; see `TracingBackend`."""
-        from .graph.traced_layers import OnnxLayerTrace
+        from .traced_layers import OnnxLayerTrace
 
         return {component.name: OnnxLayerTrace(artifact, component) for component in artifact.components}
 

@@ -18,10 +18,10 @@ from accel.config import available_processors
 from accel.errors import SessionError
 from accel.interfaces.layer_traces import LayerValues, TracedLayer
 
-from ..quantization.calibrators import prompt_inputs, session_in_memory
-from ..upstream import RUN_ERRORS
-from .analysis import producer
-from .editing import constant, is_constant, load_graph
+from .graph.analysis import producer
+from .graph.editing import constant, is_constant, load_graph
+from .quantization.calibrators import prompt_inputs, session_in_memory
+from .upstream import RUN_ERRORS
 
 _PRODUCTS = (
     "MatMul",
@@ -241,15 +241,15 @@ class OnnxLayerTrace:
                     arrays[f"replaced.{prefix}.{name}"] = value.numpy()
         names = list(dict.fromkeys([*before.values(), *after.values(), *(s.name for s in self._component.outputs)]))
         graph_inputs = {item.name for item in session.get_inputs()}
-        asked = [name for name in names if name not in graph_inputs]
+        requested = [name for name in names if name not in graph_inputs]
         try:
-            results = session.run(asked, {name: a for name, a in arrays.items() if name in graph_inputs})
+            results = session.run(requested, {name: a for name, a in arrays.items() if name in graph_inputs})
         except RUN_ERRORS as error:
             raise SessionError(
                 f"The graph {self._component.file} fails when the values of its layers are read: {' '.join(str(error).split())[:300]}",
                 fix="check the graph with `accel validate FOLDER`.",
             ) from error
-        values = {name: torch.from_numpy(np.array(v)) for name, v in zip(asked, results, strict=True)}
+        values = {name: torch.from_numpy(np.array(v)) for name, v in zip(requested, results, strict=True)}
         values |= {name: torch.from_numpy(np.array(arrays[name])) for name in names if name in arrays}
         outputs = {spec.name for spec in self._component.outputs if spec.pair is None}
         return LayerValues(
