@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .config import SessionOptions as SessionOptions
     from .decoding.generation_options import GenerationOptions as GenerationOptions
     from .errors import AccelError as AccelError
+    from .explaining.explanation import explain as explain
     from .interfaces.protocols import Exporter as Exporter
     from .interfaces.protocols import Optimizer as Optimizer
     from .interfaces.protocols import Quantizer as Quantizer
@@ -90,6 +91,7 @@ _MODULE_OF = {
     "benchmark": "measuring.latency.benchmark",
     "Engine": "serving.engine",
     "evaluate": "measuring.accuracy.evaluation",
+    "explain": "explaining.explanation",
     "export": "stages.export",
     "ExportConfig": "config",
     "Exporter": "interfaces.protocols",

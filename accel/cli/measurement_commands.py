@@ -264,3 +264,35 @@ def verify(
     if report is not None:
         audit.write_html(report)
     return CommandResult(audit.to_dict(), str(audit), failed=not audit.passed)
+
+
+@subcommand(app, epilog="Example: accel explain out-int8/ --texts texts.txt --report page.html")
+def explain(
+    artifact: options.Artifact,
+    against: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="PyTorch model or ONNX artifact to compare with; the recorded source if omitted."
+        ),
+    ] = None,
+    texts: options.ExplainedTexts = None,
+    no_remedies: Annotated[
+        bool, typer.Option("--no-remedies", help="Do not measure remedies, which takes exports and quantizations.")
+    ] = False,
+    backend: options.Backend = None,
+    device: options.Device = None,
+    report: options.Report = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.Trust = False,
+) -> CommandResult:
+    """Explain where an artifact parts from PyTorch: the first layer, the cause, the changed rows, and what each remedy gives back."""
+    from ..artifact.hub import HubOptions
+    from ..explaining.explanation import explain as run
+
+    explanation = run(
+        artifact, against, texts=texts, remedies=not no_remedies, backend=backend, device=device,
+        hub=HubOptions(revision=revision, trust_remote_code=trust_remote_code),
+    )  # fmt: skip
+    if report is not None:
+        explanation.write_html(report)
+    return CommandResult(explanation.to_dict(), str(explanation))

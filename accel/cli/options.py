@@ -73,6 +73,11 @@ Texts = Annotated[
     typer.Option("--texts", help="File with texts, one per line or as a table. Their lengths replace --sequence."),
 ]
 
+ExplainedTexts = Annotated[
+    Path | None,
+    typer.Option("--texts", help="File with texts to compare on; sample inputs of the export if omitted."),
+]
+
 # Options for running several processes on Ray.
 Ray = Annotated[bool, typer.Option("--ray", help="Run on Ray, on this machine or on a cluster.")]
 Address = Annotated[

@@ -70,6 +70,28 @@ def serve(
             "--traces", help="Send OpenTelemetry traces (OTEL_EXPORTER_OTLP_ENDPOINT; needs the extra `traces`)."
         ),
     ] = False,
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second model that gets copies of requests; NAME=MODEL if the server has several models.",
+        ),
+    ] = None,
+    share: Annotated[
+        str, typer.Option(help="With --shadow: part of the requests that are copied, such as 5% or 0.05.")
+    ] = "5%",
+    switch_agreement: Annotated[
+        float | None,
+        typer.Option(
+            help="With --shadow: switch to it when the lower end of the agreement's interval is at least this, such as 0.99."
+        ),
+    ] = None,
+    switch_latency: Annotated[
+        float | None,
+        typer.Option(
+            help="With --shadow: and the upper end of the interval of its relative computing time is at most this."
+        ),
+    ] = None,
     ray: options.Ray = False,
     address: options.Address = None,
     replicas: options.ReplicaCount = options.REPLICAS,
@@ -112,6 +134,11 @@ def serve(
             "cors_origins": tuple(cors_origin or ()),
         }  # fmt: skip
         if options.wants_ray(ray, address, replicas, cpus, gpus):
+            if shadow is not None:
+                raise ConfigError(
+                    "--shadow cannot be used with --ray, because each replica would have its own comparison.",
+                    fix="remove --shadow, or serve without --ray.",
+                )
             if require_signature is not None:
                 raise ConfigError(
                     "--require-signature cannot be used with --ray, because the models are opened by other processes of the cluster.",
@@ -134,7 +161,8 @@ def serve(
 
             serve_on_ray(served, replica_options, address=address, host=host, port=port, on_ready=deployed)
             return
-        engine = Engine(_named(models), **arguments)
+        second = _shadow(shadow, share, switch_agreement, switch_latency, arguments)
+        engine = Engine(_named(models), **arguments, shadow=second)
         web_app = create_app(engine, ServerSettings(**limits), traces=traces)
 
         def ready(url: str) -> None:
@@ -144,6 +172,28 @@ def serve(
 
         secure = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
         run(web_app, host=host, port=port, on_ready=ready, **{name: str(path) for name, path in secure.items() if path})
+
+
+def _shadow(
+    source: str | None, share: str, agreement: float | None, latency: float | None, arguments: dict[str, Any]
+) -> Any:
+    """Return the shadow, or `None` without one."""
+    if source is None:
+        if agreement is not None or latency is not None:
+            raise ConfigError(
+                "--switch-agreement and --switch-latency need a shadow.", fix="add --shadow MODEL, or remove them."
+            )
+        return None
+    from ..serving.shadow import Shadow, ShadowSettings
+
+    try:
+        part = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+    except ValueError as error:
+        raise ConfigError(f"--share is {share!r}, which is no part.", fix="write 5% or 0.05.") from error
+    name, separator, model = source.partition("=") if not Path(source).exists() else ("", "", source)
+    opening = {key: arguments[key] for key in ("task", "backend", "device", "session_options", "trust_remote_code")}
+    settings = ShadowSettings(share=part, min_agreement=agreement, max_latency_ratio=latency)
+    return Shadow(model if separator else source, settings, model=name or None, **opening)
 
 
 def _named(models: list[str]) -> dict[str, str] | list[str]:

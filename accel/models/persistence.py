@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import filecmp
 import os
-import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -14,10 +13,9 @@ from typing import Any
 from ..artifact.atomic_folder_writing import check_output, checkpoint_weights, copy_companions, is_companion, merging
 from ..artifact.hub import http_errors, hub_reason, hub_timeout_s, is_outage
 from ..artifact.manifest import MANIFEST, Artifact, with_files
-from ..artifact.provenance import measured_numbers
 from ..config import checked_arguments
 from ..errors import ArtifactError, OutputFolderError
-from ..interfaces.task_registry import task_spec
+from .model_card import CARD, is_replaceable, model_card
 
 
 class Saveable:
@@ -33,6 +31,8 @@ class Saveable:
     ) -> None:
         """Save the model to a folder that loads without the source model: graph, manifest, config, tokenizer or processor.
 
+        The folder also gets a model card, `README.md`, with the numbers of the manifest. A card that somebody else wrote is kept.
+
         Args:
             folder: The target folder. Other files in it are kept. If it contains a tokenizer or processor, the saved model uses it.
             overwrite: Replace an existing artifact in the folder, and files with the same names.
@@ -43,7 +43,10 @@ class Saveable:
                 replaced.
         """
         generation = self.generation_config
-        target = save_model(self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite)
+        card = self.model_card(Path(folder).name)
+        target = save_model(
+            self.artifact, self.config, folder, generation_config=generation, overwrite=overwrite, card=card
+        )
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", target.name), **kwargs)
 
@@ -67,7 +70,7 @@ class Saveable:
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
                 write_model(self.artifact, self.config, folder, generation_config=self.generation_config, public=True)
-                (folder / "README.md").write_text(self.model_card(repo.repo_id), encoding="utf-8")
+                (folder / CARD).write_text(self.model_card(repo.repo_id), encoding="utf-8")
                 info = api.upload_folder(
                     repo_id=repo.repo_id, folder_path=folder, revision=revision, commit_message=commit_message
                 )
@@ -80,36 +83,9 @@ class Saveable:
 
     def model_card(self, repo_id: str) -> str:
         """Return a model card in Markdown: the source model, each step, its measured difference, and how to load the model."""
-        from huggingface_hub import ModelCardData
-
-        manifest, class_name = self.artifact.manifest, type(self).__name__
-        source = manifest.source.id if manifest.source else "unknown"
-        base = source if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
-        data = ModelCardData(
-            library_name="accel",
-            pipeline_tag=None if task_spec(manifest.task).any_graph else manifest.task,
-            base_model=base,
-            tags=[manifest.format, *([manifest.quantization.scheme] if manifest.quantization else [])],
-        )
-        steps = "\n".join(
-            f"| {step.stage} | {step.backend} | {step.validation.get('max_abs_difference', 'not measured')} |"
-            for step in manifest.steps
-        )
-        numbers = "\n".join(
-            f"| {number.name} | {number} | {number.conditions} |" for number in measured_numbers(manifest)
-        )
-        measured = f"| measured | value | conditions |\n| --- | --- | --- |\n{numbers}\n\n" if numbers else ""
-        return (
-            f"---\n{data.to_yaml()}\n---\n\n# {repo_id}\n\n"
-            f"{manifest.architecture or 'A model'} for {manifest.task}, made from `{base or Path(source).name}`"
-            f" with accel {manifest.accel} ({manifest.format}, {manifest.dtype}).\n\n"
-            f"| step | backend | largest difference from its parent |\n| --- | --- | --- |\n{steps}\n\n"
-            f"{measured}"
-            "```python\n"
-            f"from accel import {class_name}\n\n"
-            f'model = {class_name}.from_pretrained("{repo_id}")\n'
-            "```\n"
-        )
+        name = type(self).__name__
+        code = f'from accel import {name}\n\nmodel = {name}.from_pretrained("{repo_id}")'
+        return model_card(self.artifact, repo_id, code=code)
 
 
 def write_model(
@@ -167,10 +143,12 @@ def save_model(
     generation_config: Any,
     overwrite: bool,
     companions: bool = True,
+    card: str | None = None,
 ) -> Path:
     """Write all files of a model into a folder that may contain other files; return the folder.
 
-    If the folder contains a tokenizer or processor, the saved model uses it.
+    If the folder contains a tokenizer or processor, the saved model uses it. The model card `card` is written if the folder has no card, or
+    a card that accel wrote.
 
     Raises:
         OutputFolderError: The folder is the model's own folder or contains a checkpoint; or `overwrite` is false and the folder contains an
@@ -191,8 +169,10 @@ def save_model(
         for path in processor_files:
             shutil.copyfile(path, temporary / path.name)
         write_model(artifact, config, temporary, generation_config=generation_config, companions=companions)
+        if card is not None and is_replaceable(target / CARD):
+            (temporary / CARD).write_text(card, encoding="utf-8")
         names = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
-        replaced = sorted(str(name) for name in names if _differs(temporary / name, target / name))
+        replaced = sorted(str(n) for n in names if n.name != CARD and _differs(temporary / n, target / n))
         if replaced and not overwrite:
             raise OutputFolderError(
                 f"Saving the model would replace files in {target} that have other contents: {', '.join(replaced)}.",

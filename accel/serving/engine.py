@@ -16,6 +16,7 @@ from .continuous_batching.generation_engine import GenerationEngine
 from .continuous_batching.scheduler import GenerationLimits
 from .job import Job
 from .model_queue import ModelQueue, Observer, QueueLimits
+from .shadow import Shadow
 from .worker_models import Source, named, open_all
 
 
@@ -45,6 +46,7 @@ class Engine:
         timeout_s: Seconds after which a request without a result is dropped.
         max_new_tokens: Greatest number of new tokens that a request may ask for; `None` means as many as the KV cache can hold.
         observer: Object whose methods are called for every model call and every request.
+        shadow: A second model that gets copies of a part of the requests.
 
     Raises:
         ConfigError: A limit or the number of workers is invalid.
@@ -70,7 +72,9 @@ class Engine:
         timeout_s: float | None = None,
         max_new_tokens: int | None = None,
         observer: Observer | None = None,
+        shadow: Shadow | None = None,
     ) -> None:
+        self.shadow = shadow
         self._sources = named(models)
         check_number("workers", workers, 1)
         check_number("processors", processors, 1)
@@ -113,6 +117,13 @@ class Engine:
                 self._release(drain=False)
                 self._queues.clear()
                 raise
+            if self.shadow is not None:
+                try:
+                    self.shadow.start(self)
+                except BaseException:
+                    self._release(drain=False)
+                    self._queues.clear()
+                    raise
         return self
 
     def close(self, *, drain: bool = True) -> None:
@@ -120,6 +131,8 @@ class Engine:
         with self._making:
             self._closed = True
             generators, self._generators = self._generators, {}
+        if self.shadow is not None:
+            self.shadow.close()
         for generator in generators.values():
             generator.close(drain=drain)
         self._release(drain=drain)
@@ -133,6 +146,45 @@ class Engine:
                 if model is not self._sources[name]:
                     model.close()
         self._opened.clear()
+
+    def replace(self, name: str, source: Source, **arguments: Any) -> None:
+        """Answer the requests for a model with another model from now on. Accepted requests are finished by the earlier model.
+
+        Args:
+            name: Name of the model.
+            source: The new model. Opening takes seconds; requests are answered by the earlier model meanwhile.
+            **arguments: Arguments of `from_pretrained` that replace those of the engine, such as `backend`.
+
+        Raises:
+            ConfigError: The engine has no such model, or the new model lacks an operation of the earlier one.
+            EngineClosedError: The engine is closed.
+        """
+        earlier = self._queue(name)
+        models = self._open(source, **arguments)
+        queue = ModelQueue(name, models, self.limits, self._observer)
+        missing = sorted(set(earlier.operations) - set(queue.operations))
+        if missing or self._closed:
+            queue.close(drain=False)
+            for model in models:
+                if model is not source:
+                    model.close()
+            if self._closed:
+                raise EngineClosedError("The engine is closed.", fix="create a new accel.Engine(...).")
+            raise ConfigError(
+                f"The new model for {name!r} does not support the operations {', '.join(missing)}.",
+                fix="use a model for the same task.",
+            )
+        with self._making:
+            self._queues[name], closing = queue, self._opened[name]
+            self._opened[name], first = models, self._sources[name]
+            self._sources[name] = source
+            generator = self._generators.pop(name, None)
+        if generator is not None:
+            generator.close()
+        earlier.close()
+        for model in closing:
+            if model is not first:
+                model.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -276,7 +328,17 @@ class Engine:
             QueueFullError: The queue is full.
             TaskError: The model does not support the operation.
         """
-        return self._queue(model).submit(operation, inputs, options)
+        queue = self._queue(model)
+        try:
+            job = queue.submit(operation, inputs, options)
+        except EngineClosedError:
+            # `replace` may have closed this queue in the meantime.
+            if self._queue(model) is queue:
+                raise
+            job = self._queue(model).submit(operation, inputs, options)
+        if self.shadow is not None:
+            self.shadow.copy(queue.name, job)
+        return job
 
     async def answer(self, job: Job, timeout_s: float | None = None) -> Any:
         """Wait for the result of a submitted request and return it."""

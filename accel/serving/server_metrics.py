@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,6 +13,7 @@ from .job import Job
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .shadow import Shadow
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -96,6 +97,30 @@ class Metrics:
         gauge = Gauge("accel_pending_inputs", "Inputs that wait or run.", ["model"], registry=self.registry)
         for name in engine.models:
             gauge.labels(name).set_function(functools.partial(engine.pending, name))
+        if engine.shadow is not None:
+            self._watch_shadow(engine.shadow)
+
+    def _watch_shadow(self, shadow: Shadow) -> None:
+        """Report the agreement and the latency of a shadow, with the ends of their intervals of 95 %."""
+        comparison = shadow.comparison
+
+        def bound(read: Callable[[], tuple[float, float, float]], place: int) -> float:
+            return read()[place]
+
+        for name, text, read in (
+            ("accel_shadow_agreement", "Part of the requests with the same answer.", lambda: comparison.agreement),
+            ("accel_shadow_latency_ratio", "Computing time relative to the model.", lambda: comparison.latency_ratio),
+        ):
+            gauge = Gauge(name, text, ["model", "bound"], registry=self.registry)
+            for place, label in enumerate(("value", "low", "high")):
+                gauge.labels(shadow.model, label).set_function(functools.partial(bound, read, place))
+        text = "Copied requests by outcome."
+        counts = Gauge("accel_shadow_requests", text, ["model", "outcome"], registry=self.registry)
+        for outcome in ("compared", "agreed", "failed", "dropped"):
+            counts.labels(shadow.model, outcome).set_function(functools.partial(getattr, comparison, outcome))
+        text = "1 if the shadow answers all requests."
+        switched = Gauge("accel_shadow_switched", text, ["model"], registry=self.registry)
+        switched.labels(shadow.model).set_function(lambda: float(shadow.switched))
 
     def batch(self, model: str, rows: int, tokens: int, padded: int, seconds: float) -> None:
         """Record the duration, rows and tokens of a model call."""

@@ -14,6 +14,7 @@ from accel.config import SessionOptions
 from accel.errors import ConfigError, SessionError
 from accel.interfaces.cpu_features import adds_in_16_bits, cpu_flags
 from accel.interfaces.fork_safety import kept_in_children
+from accel.interfaces.layer_traces import LayerTrace
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Shapes
 from accel.interfaces.specs import Probe, Reason
 
@@ -66,6 +67,14 @@ class OpenVinoBackend:
         from .quantizer import NncfQuantizer
 
         return NncfQuantizer()
+
+    def trace_layers(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, LayerTrace]:
+        """Return the graphs with the values of their layers, on the CPU; see `TracingBackend`."""
+        from .traced_layers import OpenVinoLayerTrace
+
+        settings = properties("CPU", request.options, request.session, _compute_dtype(artifact, "CPU", request.session))
+        settings.pop("CACHE_DIR", None)
+        return {component.name: OpenVinoLayerTrace(artifact, component, settings) for component in artifact.components}
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OpenVinoSession]:
         """Compile every component; see `accel.interfaces.protocols.Backend.open`. Takes 0.1 to 1 s for encoders."""

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from accel.artifact import Artifact, Component
 from accel.config import SessionOptions
 from accel.errors import BackendUnavailableError, ConfigError
+from accel.interfaces.layer_traces import LayerTrace
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer
 from accel.interfaces.specs import BackendSpec, DeviceSpec, Probe, Reason
 
@@ -169,6 +170,12 @@ class ProviderBackend:
         from .quantization.quantizer import OrtQuantizer
 
         return OrtQuantizer(self.spec.name, self.cpu_flags)
+
+    def trace_layers(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, LayerTrace]:
+        """Return the graphs with the values of their layers. They run on ONNX Runtime's CPU provider; see `TracingBackend`."""
+        from .traced_layers import OnnxLayerTrace
+
+        return {component.name: OnnxLayerTrace(artifact, component) for component in artifact.components}
 
     def open(self, artifact: Artifact, request: OpenRequest) -> Mapping[str, OrtSession]:
         """Open a session for every component; see `accel.interfaces.protocols.Backend.open`.

@@ -70,6 +70,7 @@ ORDER = (
         "models",
         "measuring",
         "tuning",
+        "explaining",
         "auditing",
         "serving",
         "deploying",

@@ -210,3 +210,40 @@ def test_all_statements_use_the_same_numbers(tiny_artifact: Callable[..., Artifa
     card = model.model_card("org/model")
     assert "| drop of accuracy | 1 points (95 % interval 0.2 to 1.8) | 400 rows of test.csv |" in card
     assert "| median latency of 1x128 | 5.5 ms |" in card
+
+
+def test_saved_models_have_a_card_with_the_same_numbers(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    model = ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+    model.artifact = measured(tiny_artifact())
+    model.save_pretrained(tmp_path / "saved")
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "| drop of accuracy | 1 points (95 % interval 0.2 to 1.8) | 400 rows of test.csv |" in card
+    assert "onnxruntime " in card
+    assert "The accuracy was not measured" not in card
+    assert str(Path(str(model.artifact.manifest.source.id)).parent) not in card  # type: ignore[union-attr]
+    assert "The accuracy was not measured" in ORTModelForSequenceClassification.from_pretrained(
+        tiny_artifact().path
+    ).model_card("x")
+
+
+def test_a_card_of_somebody_else_is_kept(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    model = ORTModelForSequenceClassification.from_pretrained(tiny_artifact().path)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "README.md").write_text("Written by hand.")
+    model.save_pretrained(folder)
+    assert (folder / "README.md").read_text() == "Written by hand."
+    (folder / "README.md").unlink()
+    model.save_pretrained(folder, overwrite=True)
+    assert "# saved" in (folder / "README.md").read_text()
+    model.save_pretrained(folder, overwrite=True)
+
+
+def test_triton_repositories_have_a_card(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient")
+    from accel.deploying.triton.repository import deploy
+
+    repository = deploy(tiny_artifact(), tmp_path / "models", name="labels")
+    card = (repository.path / "labels" / "README.md").read_text()
+    assert "| largest difference of export |" in card
+    assert "tritonserver --model-repository models" in card

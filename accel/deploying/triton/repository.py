@@ -20,6 +20,7 @@ from ...data.batches import longest
 from ...errors import ArtifactNotFoundError, ConfigError, TaskError
 from ...interfaces.required_tokens import with_row_tokens
 from ...interfaces.task_registry import load_task, task_spec
+from ...models.model_card import CARD, model_card
 from ...stages.resolution import artifact_of
 from .graph_models import (
     BACKENDS,
@@ -74,7 +75,7 @@ def deploy(
     config: TritonConfig | None = None,
     **settings: Any,
 ) -> Repository:
-    """Write a model repository for Triton Inference Server.
+    """Write a model repository for Triton Inference Server. The folder of the model that clients call also gets a model card.
 
     Args:
         artifact: An artifact or its folder.
@@ -113,6 +114,8 @@ def deploy(
         else:
             writer = _TextWriter(folder, config, source, front, name, layout)
             models = writer.generator() if front.generates else writer.write()
+        code = f"tritonserver --model-repository {target.name}"
+        (folder / name / CARD).write_text(model_card(source, name, code=code, language="bash"), encoding="utf-8")
     sample = dict(front.sample) if front is not None and layout != "graph" else {}
     return Repository(path=target, name=name, models=models, task=task, layout=layout, sample=sample)
 

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..engine import Engine
 from ..operations import all_operations
 from ..server_metrics import Metrics
+from . import shadow_endpoints
 from .admission import Admission
 from .bodies import parse
 from .endpoints import Endpoint, HttpCall, ServerState
@@ -78,6 +79,8 @@ def create_app(
     settings = settings or ServerSettings()
     metrics = Metrics()
     engine.observe(metrics)
+    if engine.shadow is not None:
+        more = (*more, *shadow_endpoints.ENDPOINTS)
     table = [*endpoints(), *more]
     server = ServerState(engine, settings, metrics, table)
     keys = _ApiKeyCheck(settings.api_keys)

@@ -162,7 +162,7 @@ class Calibrator:
         options = ort.SessionOptions()
         options.intra_op_num_threads = available_processors()
         options.log_severity_level = 3
-        self._session = _session_in_memory(model, options)
+        self._session = session_in_memory(model, options)
 
     def __enter__(self) -> Calibrator:
         return self
@@ -307,7 +307,7 @@ class Calibrator:
             yield rows, values
 
 
-def _session_in_memory(model: ir.Model, options: ort.SessionOptions) -> ort.InferenceSession:
+def session_in_memory(model: ir.Model, options: ort.SessionOptions) -> ort.InferenceSession:
     """Open a graph without a file; ONNX Runtime shares the memory (or the memory-mapped file) of large weights."""
     prepare_to_write(model)
     shared: dict[str, ort.OrtValue] = {}
