@@ -14,6 +14,7 @@ import torch
 
 from ...config import check_number
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.grammars import GrammarConstraint
 from ...decoding.host_threads import has_own_threads, use_one_thread
 from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
@@ -114,8 +115,10 @@ class Scheduler:
         """Number of rows in the running batch, including rows whose prompts are being read."""
         return len(self._batch.rows) + len(self._reading)
 
-    def submit(self, ids: Sequence[int], options: GenerationOptions) -> Generation:
-        """Put a prompt into the queue.
+    def submit(
+        self, ids: Sequence[int], options: GenerationOptions, constraint: GrammarConstraint | None = None
+    ) -> Generation:
+        """Put a prompt into the queue. The argument `constraint` is the grammar of the generated text.
 
         Raises:
             InputError: The prompt is empty or too long or has unknown token ids, or transformers rejects the options.
@@ -127,7 +130,7 @@ class Scheduler:
                 "The engine was started in another process, and its thread does not exist in this process.",
                 fix="start a new engine in this process.",
             )
-        row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake))
+        row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake), constraint)
         with self._changed:
             if self._closing:
                 raise EngineClosedError(
@@ -190,12 +193,14 @@ class Scheduler:
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
         return min(room, usual, most or usual)
 
-    def _row_of(self, generation: Generation) -> AnswerRow:
+    def _row_of(self, generation: Generation, constraint: GrammarConstraint | None) -> AnswerRow:
+        options = generation.options
         if not self._behind_encoder:
-            return AnswerRow(generation, RowTokenSelector(self.model, generation.ids, generation.options))
+            choice = RowTokenSelector(self.model, generation.ids, options, constraint=constraint)
+            return AnswerRow(generation, choice)
         config = self.model.generation_config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-        choice = RowTokenSelector(self.model, [int(start)], generation.options, encoded=generation.ids)
+        choice = RowTokenSelector(self.model, [int(start)], options, generation.ids, constraint)
         return AnswerRow(generation, choice, last=int(start))
 
     # The methods below run in the scheduler's thread.
@@ -265,7 +270,7 @@ class Scheduler:
             if logits is None:
                 continue
             row = self._reading.popleft().row
-            if row.take(*choose_tokens([row.choice], logits)):
+            if row.take(*choose_tokens([row.choice], logits), logits[0]):
                 continue
             try:
                 self._batch.join(row, reading.cache)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.token_probabilities import TokenProbability
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -22,10 +23,12 @@ class Token:
         id: Token id in the vocabulary.
         finish: Reason why the generation ended; only set on the last token. `stop`: the model or a stop string ended it. `length`: the
             greatest number of new tokens is reached.
+        probability: Log-probabilities, if `GenerationOptions.top_logprobs` is set.
     """
 
     id: int
     finish: Finish | None = None
+    probability: TokenProbability | None = None
 
 
 class Generation:
