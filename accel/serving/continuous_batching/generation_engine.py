@@ -93,10 +93,11 @@ class GenerationEngine:
 
     # The methods below convert prompts to token ids.
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, template: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt.
 
         A prompt is a text, a list of messages (`role` and `content`) for the tokenizer's chat template, or a list of token ids.
+        The argument `template` contains variables of the chat template.
 
         Raises:
             InputError: The prompt is empty, has an unsupported type, or the chat template rejects the messages.
@@ -114,7 +115,7 @@ class GenerationEngine:
             # The prompt is a tensor or an array of token ids.
             prompt = prompt.tolist()
         if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
-            return self._chat(cast(Messages, prompt))
+            return self._chat(cast(Messages, prompt), template or {})
         if not isinstance(prompt, Sequence) or not all(
             isinstance(item, Integral) and not isinstance(item, bool) for item in prompt
         ):
@@ -125,7 +126,7 @@ class GenerationEngine:
             )
         return [int(cast(int, token)) for token in prompt]
 
-    def _chat(self, messages: Messages) -> list[int]:
+    def _chat(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 "The prompt is a list of messages, but the tokenizer has no chat template.",
@@ -134,7 +135,7 @@ class GenerationEngine:
         try:
             with self._encoding:
                 encoded = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+                    [dict(message) for message in messages], add_generation_prompt=True, return_dict=True, **template
                 )
         # Chat templates raise errors of any type, for example about roles.
         except Exception as error:
@@ -146,8 +147,12 @@ class GenerationEngine:
 
     # The methods below generate text.
 
-    def submit(self, prompt: Prompt, options: GenerationOptions | None = None) -> Generation:
+    def submit(
+        self, prompt: Prompt, options: GenerationOptions | None = None, template: Mapping[str, Any] | None = None
+    ) -> Generation:
         """Start generating text for a prompt. Iterate over the returned object to get tokens, in a thread or an event loop, or cancel it.
+
+        The argument `template` contains variables of the chat template, such as `tools`, for a prompt that is a list of messages.
 
         Raises:
             InputError: The prompt or the options are invalid.
@@ -160,7 +165,7 @@ class GenerationEngine:
                 fix="pass accel.GenerationOptions(max_new_tokens=..., ...).",
             )
         options = options or GenerationOptions()
-        ids = self.encode(prompt)
+        ids = self.encode(prompt, template)
         return self.scheduler.submit(ids, options, self._constraint(options.grammar) if options.grammar else None)
 
     def _constraint(self, grammar: str) -> GrammarConstraint:

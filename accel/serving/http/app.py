@@ -38,6 +38,7 @@ PROTOCOLS = (
     "health",
     "text_bodies",
     "openai",
+    "openai_chat",
     "generation_endpoints",
     "cohere",
     "inference_protocol",
