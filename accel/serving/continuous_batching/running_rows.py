@@ -12,6 +12,7 @@ from ...decoding.kv_cache import StateCache
 from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...decoding.token_probabilities import token_probability
 from ...errors import AccelError
+from .prefix_cache import PrefixCache
 from .token_stream import Finish, Generation, Token
 
 # Minimum number of unused cache columns at the front before they are removed, because removing them copies the cache.
@@ -69,6 +70,22 @@ class PromptPrefill:
         self.row = row
         self.cache: StateCache = model.new_cache()
         self._step, self._parts = model.decoder_step, parts
+        self._begun = False
+
+    def begin(self, prefixes: PrefixCache | None) -> None:
+        """Take the keys and values of the prompt's beginning from an earlier prompt. Later calls have no effect."""
+        if self._begun or prefixes is None:
+            return
+        self._begun = True
+        generation = self.row.generation
+        if (prefix := prefixes.find(generation.ids)) is not None:
+            self.cache = prefix
+            self.row.held = generation.reused_tokens = prefix.get_seq_length()
+
+    def store(self, prefixes: PrefixCache | None) -> None:
+        """Store the keys and values of the prompt for later prompts. The prompt must be completely read."""
+        if prefixes is not None:
+            prefixes.store(self.row.generation.ids, self.row.generation.reused_tokens, self.cache)
 
     @property
     def left(self) -> int:

@@ -18,6 +18,7 @@ from ...decoding.grammars import GrammarConstraint
 from ...decoding.host_threads import has_own_threads, use_one_thread
 from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from .prefix_cache import PrefixCache
 from .running_rows import AnswerRow, PromptPrefill, RunningRows
 from .token_stream import Generation
 
@@ -40,6 +41,8 @@ class GenerationLimits:
         new_tokens: Greatest number of new tokens if neither the request nor the model limits them.
         max_new_tokens: Greatest number of new tokens that a request may ask for, because a long generation makes other requests wait.
             `None` means as many as fit into the KV cache.
+        prefix_bytes: Greatest size of the keys and values of earlier prompts, which later prompts with the same beginning reuse. 0 turns
+            the reuse off.
     """
 
     rows: int = 16
@@ -48,10 +51,12 @@ class GenerationLimits:
     prefill_tokens: int = 512
     new_tokens: int = 256
     max_new_tokens: int | None = None
+    prefix_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens", "max_new_tokens"):
             check_number(name, getattr(self, name), 1)
+        check_number("prefix_bytes", self.prefix_bytes, 0)
 
 
 def continues_text(model: Any) -> bool:
@@ -87,6 +92,9 @@ class Scheduler:
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
         """True if rows can join the running batch. If false, waiting rows start together after the running batch has finished."""
+        # Removing tokens from a copy needs a croppable state, and continuing it a graph that reads several tokens after earlier tokens.
+        reuses = self.joins and self._parts and component.croppable and limits.prefix_bytes
+        self._prefixes = PrefixCache(component, limits.prefix_bytes) if reuses else None
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = 0
         """Number of decoding steps so far."""
@@ -153,6 +161,8 @@ class Scheduler:
             self._dropping = self._dropping or not drain
             self._changed.notify()
         self._thread.join()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def _wake(self) -> None:
         with self._changed:
@@ -255,6 +265,7 @@ class Scheduler:
         budget = self.limits.prefill_tokens
         while self._reading and budget > 0:
             reading = self._reading[0]
+            reading.begin(self._prefixes)
             before = reading.left
             if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
                 # Read this prompt after the next step, in a single call. In calls with a part of the prompt each, the logits
@@ -269,6 +280,7 @@ class Scheduler:
             budget -= before - reading.left
             if logits is None:
                 continue
+            reading.store(self._prefixes)
             row = self._reading.popleft().row
             if row.take(*choose_tokens([row.choice], logits), logits[0]):
                 continue

@@ -44,6 +44,7 @@ class Generation:
         created: Time when the prompt was submitted, from `time.perf_counter`.
         queued_s: Seconds that the prompt waited until the model began to read it; 0 until then.
         prefill_s: Seconds from the end of the wait to the first generated token.
+        reused_tokens: Number of prompt tokens whose keys and values came from an earlier prompt.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Generation:
         self.options = options
         self.new_tokens = new_tokens
         self.queued_s = self.prefill_s = 0.0
+        self.reused_tokens = 0
         self.cancelled = False
         self.finished = False
         self._on_cancel = on_cancel

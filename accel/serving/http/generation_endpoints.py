@@ -188,10 +188,12 @@ class RequestGenerations:
         self._tokens = [0] * len(generations)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Numbers of prompt tokens and generated tokens, in OpenAI's format."""
+    def usage(self) -> dict[str, Any]:
+        """Numbers of prompt tokens, reused prompt tokens and generated tokens, in OpenAI's format."""
         read, generated = sum(len(each.ids) for each in self._generations[:: self._times]), sum(self._tokens)
-        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+        reused = sum(each.reused_tokens for each in self._generations[:: self._times])
+        details = {"prompt_tokens_details": {"cached_tokens": reused}} if reused else {}
+        return {**details, "prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
         """Yield pieces of text as (index of the prompt, piece). If the caller stops iterating, the rows are released.
