@@ -100,10 +100,12 @@ class GrammarConstraint(LogitsProcessor):  # type: ignore[misc]  # transformers 
         return bool(self._matcher.is_stopped())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Change and return the logits `scores: (1, vocabulary)`. The cost is 0.05 to 2 ms for 150,000 tokens."""
+        """Change and return the logits `scores: (1, vocabulary)` on the CPU. The cost is 0.1 to 2 ms for 150,000 tokens."""
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
         allowed = np.unpackbits(self._mask.view(np.uint8), count=scores.shape[1], bitorder="little")
-        return scores.masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
+        # NumPy writes without the threads of torch, which would compete with the runtime's threads.
+        np.putmask(scores.numpy(), allowed[np.newaxis] == 0, -np.inf)
+        return scores
 
     def accept(self, token: int) -> None:
         """Add a chosen token.

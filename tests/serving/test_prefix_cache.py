@@ -78,11 +78,10 @@ def read(model: Any, ids: list[int]) -> Any:
 
 
 def test_least_recently_used_prompts_are_removed(model: Any) -> None:
-    component = model.decoder_step.component
-    probe = PrefixCache(component, 1 << 30)
+    probe = PrefixCache(1 << 30)
     first, second, third = (prompt(seed, 64) for seed in range(3))
     probe.store(first, 0, read(model, first))
-    prefixes = PrefixCache(component, 2 * probe.used_bytes)
+    prefixes = PrefixCache(2 * probe.used_bytes)
     for ids in (first, second):
         prefixes.store(ids, 0, read(model, ids))
     assert prefixes.find(first) is not None
@@ -96,7 +95,7 @@ def test_least_recently_used_prompts_are_removed(model: Any) -> None:
 
 
 def test_extended_prompt_replaces_its_beginning(model: Any) -> None:
-    prefixes = PrefixCache(model.decoder_step.component, 1 << 30)
+    prefixes = PrefixCache(1 << 30)
     ids = prompt(0, 100)
     prefixes.store(ids[:50], 0, read(model, ids[:50]))
     small = prefixes.used_bytes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 
-from ...artifact.manifest import Component
 from ...decoding.kv_cache import StateCache
 
 _LEAST = 32
@@ -24,17 +22,16 @@ class PrefixCache:
     takes microseconds, and storing or reusing it copies its keys and values.
 
     Args:
-        component: The decoder graph.
         most_bytes: Greatest size of all keys and values in bytes. With 0, nothing is stored.
 
     Attributes:
         used_bytes: Size of the stored keys and values in bytes.
     """
 
-    def __init__(self, component: Component, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self.used_bytes = 0
         self._most = most_bytes
-        self._token_bytes = _token_bytes(component)
+        self._token_bytes = 0
         self._caches: OrderedDict[bytes, tuple[np.ndarray, StateCache]] = OrderedDict()
 
     def find(self, ids: Sequence[int]) -> StateCache | None:
@@ -57,8 +54,13 @@ class PrefixCache:
             reused: Number of tokens that came from this cache.
             cache: The KV cache, which contains exactly these tokens.
         """
+        if len(ids) < _LEAST or (len(ids) - reused) * _NEW_PART < len(ids) or cache.state is None:
+            return
+        if not self._token_bytes:
+            sizes = (tensor.nbytes for tensor in cache.state.tensors().values())
+            self._token_bytes = -(-sum(sizes) // cache.get_seq_length())
         size = len(ids) * self._token_bytes
-        if len(ids) < _LEAST or size > self._most or (len(ids) - reused) * _NEW_PART < len(ids):
+        if size > self._most:
             return
         tokens = np.asarray(ids)
         # A stored prompt that is the beginning of this prompt is of no further use.
@@ -86,14 +88,3 @@ def _shared(first: np.ndarray, second: np.ndarray) -> int:
     different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if len(different) else length
 
-
-def _token_bytes(component: Component) -> int:
-    """Return the size of the keys and values of one token in bytes."""
-    return sum(
-        math.prod(axis for axis in spec.shape if isinstance(axis, int)) * _ITEM_BYTES.get(spec.dtype, 4)
-        for spec in component.inputs
-        if spec.pair is not None
-    )
-
-
-_ITEM_BYTES = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1}

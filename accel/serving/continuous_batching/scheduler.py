@@ -94,7 +94,7 @@ class Scheduler:
         """True if rows can join the running batch. If false, waiting rows start together after the running batch has finished."""
         # Removing tokens from a copy needs a croppable state, and continuing it a graph that reads several tokens after earlier tokens.
         reuses = self.joins and self._parts and component.croppable and limits.prefix_bytes
-        self._prefixes = PrefixCache(component, limits.prefix_bytes) if reuses else None
+        self._prefixes = PrefixCache(limits.prefix_bytes) if reuses else None
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = 0
         """Number of decoding steps so far."""
