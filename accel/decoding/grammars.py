@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 from ..errors import ConfigError, InputError
 
-_WHITESPACE = r"[ \n]{0,16}"
+_SETTINGS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,16}"}
 """Whitespace between two JSON tokens. It is bounded, because a model could otherwise generate spaces without an end."""
 
 
@@ -32,13 +32,18 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     matcher = _library().LLMatcher
     try:
         grammar: str = matcher.grammar_from_json_schema(
-            json.dumps(schema), defaults={"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+            json.dumps(schema), defaults=_SETTINGS
         )
     except ValueError as error:
         raise _invalid(str(error)) from error
     if error_text := matcher.validate_grammar(grammar):
         raise _invalid(error_text)
     return grammar
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Return JSON that matches a schema as a part of a rule, for a grammar in llguidance's variant of Lark."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _SETTINGS})}"
 
 
 class GrammarTokenizer:

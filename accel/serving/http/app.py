@@ -39,6 +39,8 @@ PROTOCOLS = (
     "text_bodies",
     "openai",
     "openai_chat",
+    "openai_responses",
+    "openai_transcriptions",
     "generation_endpoints",
     "cohere",
     "inference_protocol",

@@ -330,7 +330,7 @@ async def started(
     return RequestGenerations(call, name, engine, generations, times)
 
 
-class _Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Response with server-sent events. It releases the rows even if the client disconnects before the first event."""
 
     def __init__(self, answers: RequestGenerations, lines: AsyncIterator[bytes]) -> None:
@@ -388,7 +388,7 @@ def streamed(
             yield _line({**(head or {}), "choices": [], "usage": answers.usage})
         yield b"data: [DONE]\n\n"
 
-    return _Stream(answers, lines())
+    return EventStream(answers, lines())
 
 
 def _line(item: Any) -> bytes:

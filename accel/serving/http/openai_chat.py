@@ -17,7 +17,16 @@ from ..continuous_batching.generation_engine import TextPiece
 from ..continuous_batching.token_stream import Token
 from .bodies import Body
 from .endpoints import Endpoint, HttpCall
-from .generation_endpoints import IGNORED, OPERATION, Count, OpenAIBody, started, streamed, token_text
+from .generation_endpoints import (
+    IGNORED,
+    OPERATION,
+    Count,
+    OpenAIBody,
+    RequestGenerations,
+    started,
+    streamed,
+    token_text,
+)
 from .replies import HttpError, JsonReply, openai_error
 from .tool_calls import Call, ToolCallReader, ToolFormat, format_of
 
@@ -274,6 +283,15 @@ class ToolUse:
         """Return a reader for the text of one answer, or `None` if the answer cannot call tools."""
         return ToolCallReader(self._format, [tool.name for tool in self.tools]) if self._format is not None else None
 
+    def split(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return the content and the calls of a complete answer."""
+        reader = self.reader()
+        if reader is None:
+            return text, []
+        content = reader.push(text)
+        rest, calls = reader.finish()
+        return content + rest, self.described(calls)
+
     def described(self, calls: Sequence[Call]) -> list[dict[str, Any]]:
         """Return calls in OpenAI's format. Without parallel calls, only the first one."""
         return [
@@ -306,7 +324,12 @@ def _listed(tokenizer: Any, tokens: Sequence[Token]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-async def _chat(call: HttpCall, body: ChatBody) -> Response:
+async def started_chat(call: HttpCall, body: ChatBody) -> tuple[RequestGenerations, ToolUse]:
+    """Start the answers to a conversation, and return them with the use of tools.
+
+    Raises:
+        HttpError: The fields of the request are inconsistent, or the model's chat template cannot describe tools.
+    """
     name = call.server.model_for(body.model, OPERATION)
     engine = await asyncio.to_thread(call.engine.generator, name)
     use = ToolUse(body, engine.tokenizer)
@@ -321,20 +344,21 @@ async def _chat(call: HttpCall, body: ChatBody) -> Response:
         call, body, [[message.plain() for message in body.messages]], body.max_completion_tokens or body.max_tokens,
         draw=True, times=body.n or 1, settings=settings, template=use.template,
     )  # fmt: skip
+    return answers, use
+
+
+async def _chat(call: HttpCall, body: ChatBody) -> Response:
+    answers, use = await started_chat(call, body)
     head = {"id": f"chatcmpl-{call.id}", "created": answers.created, "model": answers.name}
     head["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
 
     def listed(tokens: Sequence[Token]) -> dict[str, Any] | None:
-        return _listed(engine.tokenizer, tokens) if body.logprobs else None
+        return _listed(answers.engine.tokenizer, tokens) if body.logprobs else None
 
     if not body.stream:
         choices = []
         for number, answer in enumerate(await answers.complete_texts()):
-            reader, content, calls = use.reader(), answer.text, list[dict[str, Any]]()
-            if reader is not None:
-                content = reader.push(answer.text)
-                rest, parsed = reader.finish()
-                content, calls = content + rest, use.described(parsed)
+            content, calls = use.split(answer.text)
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...decoding.grammars import json_rule
+
 Call = tuple[str, dict[str, Any]]
 """A tool call: the name of the function, and its arguments."""
 _DECODER = json.JSONDecoder()
@@ -64,7 +66,7 @@ class ToolFormat:
         for i, (name, schema) in enumerate(tools.items()):
             before = literal(self.before.replace("NAME", name))
             rules.append(f"call_{i}: {before} arguments_{i} {literal(self.after)}")
-            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            rules.append(f"arguments_{i}: {json_rule(schema)}")
         return "\n".join(rules)
 
 
