@@ -116,10 +116,10 @@ def recording(seconds: float = 0.5, rate: int = 16000) -> bytes:
     return file.getvalue()
 
 
-@pytest.fixture(scope="module", params=["whisper", "wav2vec2"])
+@pytest.fixture(scope="module", params=["moonshine", "wav2vec2"])
 def speech(request: pytest.FixtureRequest, generator: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> Iterator[TestClient]:
-    if request.param == "whisper":
-        model: Any = accel.ORTModel.from_pretrained(generator("whisper").path)
+    if request.param == "moonshine":
+        model: Any = accel.ORTModel.from_pretrained(generator("moonshine").path)
     else:
         model = accel.ORTModel.from_pretrained(tiny_folder("wav2vec2", "ctc"), backend="pytorch", task="ctc")
     with TestClient(create_app(accel.Engine({"speech": model}))) as test_client:
@@ -135,7 +135,7 @@ def test_transcriptions(speech: TestClient) -> None:
     timed = {"file": ("b.wav", recording(0.5, 8000))}
     answer = speech.post(path, files=timed, data={"response_format": "verbose_json"})
     if speech.get("/v1/models").json()["data"][0]["task"] != "ctc":
-        # The tiny Whisper model has no tokens for times.
+        # Only Whisper and CTC models return times.
         assert "returns no times" in answer.text
         return
     assert answer.status_code == 200, answer.text

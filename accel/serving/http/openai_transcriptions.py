@@ -42,6 +42,12 @@ class TranscriptionBody(Body):
     }
 
 
+class TranscriptionForm(TranscriptionBody):
+    """Fields of a request to `/v1/audio/transcriptions`."""
+
+    file: bytes
+
+
 def form_fields(content_type: str, body: bytes) -> dict[str, bytes]:
     """Return the fields of a form of the type `multipart/form-data` by name.
 
@@ -146,6 +152,6 @@ def _subtitles(segments: list[tuple[float, float, str]], kind: str) -> str:
 ENDPOINTS = (
     Endpoint(
         path="/v1/audio/transcriptions", answer=_transcribe, summary="Transcribe a recording", tag="openai", error=openai_error,
-        operation=_OPERATION,
+        operation=_OPERATION, body=TranscriptionForm, raw=True, media_type="multipart/form-data",
     ),
 )  # fmt: skip
