@@ -103,7 +103,9 @@ async def main() -> int:
     print(f"vocabulary {vocabulary}; grammar for each row and step: mean {1e3 * statistics.mean(times):.3f} ms, "
           f"median {1e3 * statistics.median(times):.3f} ms, greatest {1e3 * max(times):.2f} ms, {len(times)} steps")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        save_generator(folder, "qwen3", vocab_size=vocabulary, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=4096)
+        save_generator(
+            folder, "qwen3", vocab_size=vocabulary, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=4096
+        )
         tokenizer.save_pretrained(folder)
         model = ORTModel.from_pretrained(folder, backend="pytorch", task="text-generation")
         with GenerationEngine(model, limits=GenerationLimits(rows=8, queue=2 * arguments.answers)) as engine:
@@ -120,7 +122,9 @@ async def main() -> int:
             long = await asyncio.gather(*(ask(i, 1000) for i in range(arguments.answers)))
             short = await asyncio.gather(*(ask(i, 2) for i in range(len(SCHEMAS))))
     print(f"valid: {sum(right for right, _ in long)} of {len(long)}; finish reasons {sorted({end for _, end in long})}")
-    print(f"with 2 tokens: valid {sum(right for right, _ in short)}, finish reasons {sorted({end for _, end in short})}")
+    print(
+        f"with 2 tokens: valid {sum(right for right, _ in short)}, finish reasons {sorted({end for _, end in short})}"
+    )
     return 0 if all(right and end == "stop" for right, end in long) else 1
 
 

@@ -31,9 +31,7 @@ def json_grammar(schema: Mapping[str, Any] | bool) -> str:
     """
     matcher = _library().LLMatcher
     try:
-        grammar: str = matcher.grammar_from_json_schema(
-            json.dumps(schema), defaults=_SETTINGS
-        )
+        grammar: str = matcher.grammar_from_json_schema(json.dumps(schema), defaults=_SETTINGS)
     except ValueError as error:
         raise _invalid(str(error)) from error
     if error_text := matcher.validate_grammar(grammar):

@@ -27,7 +27,9 @@ FIELDS: Mapping[str, list[str]] = {
     for path, fields in STORED[api]["paths"].items()
     if path not in UNSUPPORTED
 }
-ELSEWHERE = {("/v1/chat/completions", field) for field in ("parallel_tool_calls", "response_format", "tool_choice", "tools")}
+ELSEWHERE = {
+    ("/v1/chat/completions", field) for field in ("parallel_tool_calls", "response_format", "tool_choice", "tools")
+}
 """Fields with their own tests in `test_openai_chat.py`."""
 CASES = [(path, field) for path, fields in FIELDS.items() for field in fields if (path, field) not in ELSEWHERE]
 BODIES = {endpoint.path: endpoint.body for endpoint in endpoints() if endpoint.body is not None}

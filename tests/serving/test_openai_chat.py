@@ -150,7 +150,14 @@ def test_missing_package_is_reported(client: TestClient, monkeypatch: pytest.Mon
 
 
 def test_log_probabilities(client: TestClient) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": 5,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "ignore_eos": True,
+    }
     answer = post(client, PATH, **body)
     entries = answer["choices"][0]["logprobs"]["content"]
     assert len(entries) == 5
@@ -211,7 +218,10 @@ PAY = {
         "description": "Pay money",
         "parameters": {
             "type": "object",
-            "properties": {"to": {"type": "string", "maxLength": 5}, "sum": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "properties": {
+                "to": {"type": "string", "maxLength": 5},
+                "sum": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
             "required": ["to", "sum"],
             "additionalProperties": False,
         },
@@ -297,7 +307,10 @@ def test_tools_are_a_part_of_the_prompt(client: TestClient) -> None:
         ({"tool_choice": "required"}, "has no tools"),
         ({"tools": [PAY], "tool_choice": {"type": "function", "function": {"name": "buy"}}}, "no tool 'buy'"),
         ({"tools": [{**PAY, "function": {**PAY["function"], "strict": True}}]}, "`strict` needs"),  # type: ignore[dict-item]
-        ({"tools": [PAY], "tool_choice": "required", "response_format": {"type": "json_object"}}, "cannot be a tool call and"),
+        (
+            {"tools": [PAY], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "cannot be a tool call and",
+        ),
         ({"top_logprobs": 2}, "needs `logprobs`"),
         ({"messages": [{"role": "user", "content": None}]}, "must be a text"),
     ],

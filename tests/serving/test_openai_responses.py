@@ -46,7 +46,11 @@ def text_of(response: Any) -> str:
 def test_response_equals_the_chat(client: TestClient) -> None:
     settings = {"temperature": 0}
     chat = post(client, "/v1/chat/completions", messages=MESSAGES, max_tokens=6, **settings)
-    forms = ("where is my card", MESSAGES, [{"role": "user", "content": [{"type": "input_text", "text": "where is my card"}]}])
+    forms = (
+        "where is my card",
+        MESSAGES,
+        [{"role": "user", "content": [{"type": "input_text", "text": "where is my card"}]}],
+    )
     for form in forms:
         response = post(client, PATH, input=form, max_output_tokens=6, **settings)
         assert text_of(response) == chat["choices"][0]["message"]["content"]
@@ -117,7 +121,9 @@ def recording(seconds: float = 0.5, rate: int = 16000) -> bytes:
 
 
 @pytest.fixture(scope="module", params=["moonshine", "wav2vec2"])
-def speech(request: pytest.FixtureRequest, generator: Callable[..., Artifact], tiny_folder: Callable[..., Path]) -> Iterator[TestClient]:
+def speech(
+    request: pytest.FixtureRequest, generator: Callable[..., Artifact], tiny_folder: Callable[..., Path]
+) -> Iterator[TestClient]:
     if request.param == "moonshine":
         model: Any = accel.ORTModel.from_pretrained(generator("moonshine").path)
     else:
@@ -162,7 +168,10 @@ def test_form_with_any_bytes() -> None:
     random = np.random.default_rng(0)
     for size in range(0, 400, 7):
         content = bytes(random.choice([13, 10, 45, 66, 0, 255], size).astype(np.uint8))
-        body = b'--B0\r\nContent-Disposition: form-data; name="file"; filename="a"\r\nContent-Type: audio/wav\r\n\r\n' + content
+        body = (
+            b'--B0\r\nContent-Disposition: form-data; name="file"; filename="a"\r\nContent-Type: audio/wav\r\n\r\n'
+            + content
+        )
         body += b'\r\n--B0\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n--B0--\r\n'
         if b"\r\n--B0" not in content:
             assert form_fields("multipart/form-data; boundary=B0", body) == {"file": content, "model": b"m"}

@@ -19,7 +19,9 @@ import accel
 from accel.serving.http.app import create_app
 from tests.serving.conftest import save_chat
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
@@ -75,7 +77,9 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path], shared: Callable[..., Path]) -> Iterator[Page]:
+def page(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path], shared: Callable[..., Path]
+) -> Iterator[Page]:
     import uvicorn
 
     tasks = ("text-classification", "token-classification", "question-answering", "sentence-similarity")
@@ -154,12 +158,16 @@ def test_text_is_never_read_as_html(page: Page) -> None:
 
 def test_conversation_with_streaming_and_stop(page: Page) -> None:
     page.value("$('endpoint').value = CHAT; show()")
-    page.value("$('body').value = '{\"max_tokens\": 4, \"ignore_eos\": true}'; $('message').value = 'help'; $('run').click()")
+    page.value(
+        "$('body').value = '{\"max_tokens\": 4, \"ignore_eos\": true}'; $('message').value = 'help'; $('run').click()"
+    )
     page.wait("!$('run').disabled && $('status').textContent.startsWith('200')")
     assert page.value("[...document.querySelectorAll('#chat p')].length") == 2
     assert page.value("document.querySelector('#chat p:nth-child(2) span').textContent.length") > 0
     assert page.value("history.map(message => message.role)") == ["user", "assistant"]
-    page.value("$('body').value = '{\"max_tokens\": 150, \"ignore_eos\": true}'; $('message').value = 'help'; $('run').click()")
+    page.value(
+        "$('body').value = '{\"max_tokens\": 150, \"ignore_eos\": true}'; $('message').value = 'help'; $('run').click()"
+    )
     assert page.value("$('stop').disabled") is False
     page.value("$('stop').click()")
     page.wait("!$('run').disabled")
@@ -167,15 +175,22 @@ def test_conversation_with_streaming_and_stop(page: Page) -> None:
 
 
 def test_code_of_the_same_call(page: Page) -> None:
-    page.value("$('endpoint').value = '/classify'; show(); $('body').value = '{\"inputs\": \"it\\'s\", \"top_k\": null}'; code()")
+    page.value(
+        "$('endpoint').value = '/classify'; show(); $('body').value = '{\"inputs\": \"it\\'s\", \"top_k\": null}'; code()"
+    )
     shown = {}
     for language in ("curl", "python", "javascript"):
         page.value(f"$('language').value = '{language}'; code()")
         shown[language] = page.value("$('code').textContent")
-    assert "-d '{\"inputs\":\"it'\\''s\",\"top_k\":null}'" in shown["curl"]
+    assert '-d \'{"inputs":"it\'\\\'\'s","top_k":null}\'' in shown["curl"]
     compile(shown["python"], "example", "exec")
     assert '"top_k":None' in shown["python"]
-    assert page.value(f"void new (Object.getPrototypeOf(async function(){{}}).constructor)({json.dumps(shown['javascript'])})") is None
+    assert (
+        page.value(
+            f"void new (Object.getPrototypeOf(async function(){{}}).constructor)({json.dumps(shown['javascript'])})"
+        )
+        is None
+    )
     process = subprocess.run(["bash", "-c", shown["curl"]], capture_output=True, text=True, timeout=60, check=False)
     if shutil.which("curl"):
         assert '"label"' in process.stdout
@@ -192,7 +207,9 @@ def test_every_control_has_a_name_and_the_page_loads_nothing_else(page: Page) ->
     controls = [node for node in nodes if node.get("role", {}).get("value") in ("button", "textbox", "combobox")]
     assert len(controls) >= 6
     assert all(node["name"]["value"] for node in controls)
-    origins = page.value("[...new Set(performance.getEntriesByType('resource').map(each => new URL(each.name).origin))]")
+    origins = page.value(
+        "[...new Set(performance.getEntriesByType('resource').map(each => new URL(each.name).origin))]"
+    )
     assert origins == [page.value("location.origin")]
 
 
@@ -200,7 +217,11 @@ def test_every_control_has_a_name_and_the_page_loads_nothing_else(page: Page) ->
 def test_colours_have_contrast(page: Page, scheme: str) -> None:
     page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
     script = """(() => {
-      const light = text => { const [r, g, b] = text.match(/[0-9.]+/g).map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b; };
+      const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+      const light = text => {
+        const [r, g, b] = text.match(/[0-9.]+/g).map(v => linear(v / 255));
+        return .2126 * r + .7152 * g + .0722 * b;
+      };
       const style = getComputedStyle($('run')), a = light(style.color), b = light(style.backgroundColor);
       return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
     })()"""

@@ -23,7 +23,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def expected(model: Any, ids: list[int]) -> list[int]:
     tensor = torch.tensor([ids])
-    tokens = model.generate(tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    tokens = model.generate(
+        tensor, attention_mask=torch.ones_like(tensor), max_new_tokens=6, min_new_tokens=6, do_sample=False
+    )
     return list(tokens[0, len(ids) :].tolist())
 
 

@@ -87,4 +87,3 @@ def _shared(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if len(different) else length
-

@@ -256,7 +256,9 @@ class ToolUse:
                 )  # fmt: skip
             return
         named = choice.function.name if isinstance(choice, ToolChoice) else None
-        callable_tools = {tool.name: tool.parameters or {"type": "object"} for tool in self.tools if named in (None, tool.name)}
+        callable_tools = {
+            tool.name: tool.parameters or {"type": "object"} for tool in self.tools if named in (None, tool.name)
+        }
         if not callable_tools:
             raise _refused("tool_choice", f"The request has no tool {named!r}.", "name one of the tools.")
         if not self._format.before:
@@ -265,13 +267,17 @@ class ToolUse:
                 'use the tool_choice "auto".',
             )  # fmt: skip
         if body.response_format is not None and body.response_format.type != "text":
-            raise _refused("tool_choice", "An answer cannot be a tool call and have a response_format.", "remove one of them.")
+            raise _refused(
+                "tool_choice", "An answer cannot be a tool call and have a response_format.", "remove one of them."
+            )
         self.grammar = self._format.grammar(callable_tools, tokenizer)
 
     @property
     def template(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        functions = [tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True) for tool in self.tools]
+        functions = [
+            tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True) for tool in self.tools
+        ]
         return {"tools": [{"type": "function", "function": each} for each in functions]} if functions else {}
 
     @property
@@ -363,12 +369,16 @@ async def _chat(call: HttpCall, body: ChatBody) -> Response:
             if calls:
                 message |= {"content": content or None, "tool_calls": calls}
             end = "tool_calls" if calls and answer.end == "stop" else answer.end
-            choices.append({"index": number, "message": message, "logprobs": listed(answer.tokens), "finish_reason": end})
+            choices.append(
+                {"index": number, "message": message, "logprobs": listed(answer.tokens), "finish_reason": end}
+            )
         return JsonReply({**head, "choices": choices, "usage": answers.usage})
 
     readers = {i: reader for i in range(body.n or 1) if (reader := use.reader()) is not None}
 
-    def chunk(number: int, delta: dict[str, Any], end: str | None = None, tokens: Sequence[Token] = ()) -> dict[str, Any]:
+    def chunk(
+        number: int, delta: dict[str, Any], end: str | None = None, tokens: Sequence[Token] = ()
+    ) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "logprobs": listed(tokens) if tokens else None, "finish_reason": end}
         return {**head, "choices": [choice]}
 

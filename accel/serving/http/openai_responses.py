@@ -66,7 +66,10 @@ class TextFormat(Body):
         """Return the format in the form of chat completions."""
         if self.type != "json_schema":
             return {"type": self.type}
-        return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_ or {"type": "object"}}}
+        return {
+            "type": self.type,
+            "json_schema": {"name": self.name or "answer", "schema": self.schema_ or {"type": "object"}},
+        }
 
 
 class TextSettings(Body):
@@ -134,7 +137,11 @@ class ResponsesBody(Body):
 
     def chat(self) -> ChatBody:
         """Return the request as a chat completion."""
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else [i.message() for i in self.input]
+        items = (
+            [{"role": "user", "content": self.input}]
+            if isinstance(self.input, str)
+            else [i.message() for i in self.input]
+        )
         if self.instructions:
             items.insert(0, {"role": "system", "content": self.instructions})
         choice = self.tool_choice
@@ -146,9 +153,12 @@ class ResponsesBody(Body):
             "top_p": self.top_p,
             "response_format": self.text.format.answer_format() if self.text and self.text.format else None,
             "tools": [
-                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools or []
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools or []
             ],
-            "tool_choice": {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice,
+            "tool_choice": {"type": "function", "function": {"name": choice.name}}
+            if isinstance(choice, NamedFunction)
+            else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         return ChatBody.model_validate(fields)
@@ -169,8 +179,12 @@ class ResponsesBody(Body):
             "output": [],
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "temperature": self.temperature,
-            "text": self.text.model_dump(by_alias=True, exclude_none=True) if self.text else {"format": {"type": "text"}},
-            "tool_choice": self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedFunction) else self.tool_choice or "auto",
+            "text": self.text.model_dump(by_alias=True, exclude_none=True)
+            if self.text
+            else {"format": {"type": "text"}},
+            "tool_choice": self.tool_choice.model_dump()
+            if isinstance(self.tool_choice, NamedFunction)
+            else self.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in self.tools or []],
             "top_p": self.top_p,
             "truncation": "disabled",
@@ -180,12 +194,20 @@ class ResponsesBody(Body):
 
 
 def _message(call: HttpCall, text: str, status: str) -> dict[str, Any]:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}] if status != "in_progress" else []
+    content = (
+        [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}] if status != "in_progress" else []
+    )
     return {"type": "message", "id": f"msg_{call.id}", "status": status, "role": "assistant", "content": content}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed", **call["function"]}
+    return {
+        "type": "function_call",
+        "id": f"fc_{call['id']}",
+        "call_id": call["id"],
+        "status": "completed",
+        **call["function"],
+    }
 
 
 def _end(end: str, answers: RequestGenerations) -> dict[str, Any]:
@@ -232,7 +254,11 @@ async def _events(
     def line(kind: str, **fields: Any) -> bytes:
         nonlocal number
         number += 1
-        return f"event: {kind}\ndata: ".encode() + write_json({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
+        return (
+            f"event: {kind}\ndata: ".encode()
+            + write_json({"type": kind, "sequence_number": number, **fields})
+            + b"\n\n"
+        )
 
     def opened() -> list[bytes]:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

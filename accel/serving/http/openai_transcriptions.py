@@ -86,7 +86,9 @@ async def _transcribe(call: HttpCall, _: Any) -> Response:
     fields = form_fields(call.request.headers.get("content-type", ""), await call.read())
     file = fields.pop("file", None)
     if not file:
-        raise HttpError(422, "`file` is missing: expected a recording.", param="file", fix="send the recording as `file`.")
+        raise HttpError(
+            422, "`file` is missing: expected a recording.", param="file", fix="send the recording as `file`."
+        )
     values = {name.removesuffix("[]"): value.decode("utf-8", "replace") for name, value in fields.items()}
     try:
         body = TranscriptionBody.model_validate(values)
@@ -114,9 +116,7 @@ async def _transcribe(call: HttpCall, _: Any) -> Response:
     if whisper and len(samples) > extractor.chunk_length * rate:
         # Whisper needs timestamps to continue after its window.
         options["return_timestamps"] = True
-    result = await call.ask(
-        {"raw": samples, "sampling_rate": rate}, operation=_OPERATION, model=name, **options
-    )
+    result = await call.ask({"raw": samples, "sampling_rate": rate}, operation=_OPERATION, model=name, **options)
     text, seconds = result["text"].strip(), len(samples) / rate
     if body.response_format == "text":
         return PlainTextResponse(text + "\n")
@@ -140,7 +140,8 @@ def _subtitles(segments: list[tuple[float, float, str]], kind: str) -> str:
 
     def time(seconds: float) -> str:
         milliseconds = round(seconds * 1000)
-        return f"{milliseconds // 3_600_000:02}:{milliseconds // 60_000 % 60:02}:{milliseconds // 1000 % 60:02}{comma}{milliseconds % 1000:03}"
+        minutes, milliseconds = divmod(milliseconds, 60_000)
+        return f"{minutes // 60:02}:{minutes % 60:02}:{milliseconds // 1000:02}{comma}{milliseconds % 1000:03}"
 
     lines = [
         (f"{number}\n" if kind == "srt" else "") + f"{time(start)} --> {time(end)}\n{text}\n"

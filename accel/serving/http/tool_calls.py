@@ -201,12 +201,17 @@ def _gemma_value(parts: list[tuple[str, str, str]]) -> Any:
 FORMATS = (
     ToolFormat("Gemma", "<start_function_call>", "<start_function_call>", _gemma),
     ToolFormat("Mistral", "[ARGS]", "[TOOL_CALLS]", _mistral, "[TOOL_CALLS]NAME[ARGS]"),
-    ToolFormat("Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _mistral, '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"),
     ToolFormat(
-        "Hermes", "<tool_call>", "<tool_call>", _hermes, '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"
+        "Mistral", "[TOOL_CALLS]", "[TOOL_CALLS]", _mistral, '[TOOL_CALLS][{"name": "NAME", "arguments": ', "}]"
     ),
     ToolFormat(
-        "Llama 3", '"parameters"', "<|python_tag|>", _llama, '{"name": "NAME", "parameters": ', "}", bare=True
+        "Hermes",
+        "<tool_call>",
+        "<tool_call>",
+        _hermes,
+        '<tool_call>\n{"name": "NAME", "arguments": ',
+        "}\n</tool_call>",
     ),
+    ToolFormat("Llama 3", '"parameters"', "<|python_tag|>", _llama, '{"name": "NAME", "parameters": ', "}", bare=True),
 )
 """The supported formats. The first format whose sign is in the chat template is used."""
