@@ -247,9 +247,9 @@ FORMATS = {
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_read_in_pieces_of_any_size(name: str, size: int) -> None:
     template, text = FORMATS[name]
-    found = format_of(template)
-    assert found is not None
-    reader = ToolCallReader(found, ["pay"])
+    tool_format = format_of(template)
+    assert tool_format is not None
+    reader = ToolCallReader(tool_format, ["pay"])
     content = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
     rest, calls = reader.finish()
     assert (content + rest, calls) == ("", [("pay", CALL["arguments"])])
@@ -258,10 +258,10 @@ def test_calls_are_read_in_pieces_of_any_size(name: str, size: int) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_that_is_no_call_stays_content(name: str) -> None:
     template, text = FORMATS[name]
-    found = format_of(template)
-    assert found is not None
+    tool_format = format_of(template)
+    assert tool_format is not None
     for broken in (text[:-3], text.replace("pay", "buy"), "no call < [ at all"):
-        reader = ToolCallReader(found, ["pay"])
+        reader = ToolCallReader(tool_format, ["pay"])
         content = "".join(reader.push(character) for character in broken)
         rest, calls = reader.finish()
         assert (content + rest, calls) == (broken, [])
