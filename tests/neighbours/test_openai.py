@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +96,10 @@ def test_completions(url: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def client(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path]) -> Iterator[Any]:
     import uvicorn
 
     from accel.serving.http.app import create_app
-    from accel.testing.models import save_tiny
     from tests.serving.test_openai_chat import byte_level_tokenizer
 
     folder, tokenizer = tmp_path_factory.mktemp("byte-level"), byte_level_tokenizer()
@@ -108,7 +107,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         folder, "qwen3", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048
     )
     tokenizer.save_pretrained(folder)
-    speech = save_tiny(tmp_path_factory.mktemp("speech"), "wav2vec2", "ctc")
+    speech = tiny_folder("wav2vec2", "ctc")
     models = {
         "chat": accel.ORTModel.from_pretrained(folder, backend="pytorch", task="text-generation"),
         "speech": accel.ORTModel.from_pretrained(speech, backend="pytorch", task="ctc"),
