@@ -33,6 +33,11 @@ class GenerationOptions:
         stop: Stop texts. The generated text ends before the first stop text. A single string is one stop text.
         seed: Seed for sampling. The sampled tokens are the same as in a call of `generate` after `torch.manual_seed(seed)`.
         ignore_eos: Whether generation continues after the model's end-of-sequence token.
+        grammar: Grammar of the generated text in a format of llguidance, such as the result of `json_grammar`. An empty text means no
+            grammar.
+        top_logprobs: Number of likeliest tokens whose log-probabilities are returned with each token. With 0, only the log-probability of
+            the generated token is returned; with `None`, no log-probabilities.
+        visible_tokens: Special tokens that stay in the generated text, such as the marks around a tool call.
     """
 
     max_new_tokens: int | None = None
@@ -47,6 +52,9 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
+    grammar: str = ""
+    top_logprobs: int | None = None
+    visible_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -64,6 +72,8 @@ class GenerationOptions:
             check_type(name, value, (kind,) if name in _NEEDED else (kind, type(None)))
             check_number(name, value, **limits)
         check_type("ignore_eos", self.ignore_eos, (bool,))
+        check_type("grammar", self.grammar, (str,))
+        check_type("visible_tokens", self.visible_tokens, (tuple,))
         check_type("logit_bias", self.logit_bias, (Mapping,))
         for token, bias in self.logit_bias.items():
             check_number(f"logit_bias[{token!r}]", bias, -math.inf, math.inf)  # This check rejects NaN.
@@ -97,5 +107,6 @@ _NUMBERS: Mapping[str, tuple[type, Mapping[str, float]]] = {
     "repetition_penalty": (Real, {"above": 0, "below": math.inf}),
     "presence_penalty": (Real, {"above": -math.inf, "below": math.inf}),
     "frequency_penalty": (Real, {"above": -math.inf, "below": math.inf}),
+    "top_logprobs": (Integral, {"least": 0, "most": 100}),
     "seed": (Integral, {"least": -(1 << 63), "below": 1 << 64}),
 }

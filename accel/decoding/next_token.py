@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from ..errors import AccelError, InputError, NotFiniteError
 from ..upstream.generate_hooks import token_settings
 from .generation_options import GenerationOptions
+from .grammars import GrammarConstraint
 
 
 def likeliest(scores: np.ndarray[Any, Any]) -> list[int]:
@@ -95,6 +96,7 @@ class RowTokenSelector:
         ids: Token ids of the prompt, or the decoder's start tokens.
         options: The generation options of the row.
         encoded: Token ids of the encoder's input, or `None` for models without an encoder.
+        constraint: Grammar of the generated text, or `None`.
 
     Attributes:
         plain: Whether decoding is greedy and no logits processor is used.
@@ -105,7 +107,12 @@ class RowTokenSelector:
     """
 
     def __init__(
-        self, model: Any, ids: Sequence[int], options: GenerationOptions, encoded: Sequence[int] | None = None
+        self,
+        model: Any,
+        ids: Sequence[int],
+        options: GenerationOptions,
+        encoded: Sequence[int] | None = None,
+        constraint: GrammarConstraint | None = None,
     ) -> None:
         penalties = LogitsProcessorList()
         if options.presence_penalty or options.frequency_penalty:
@@ -133,9 +140,17 @@ class RowTokenSelector:
                 f"logit_bias contains the token id {unknown[0]}, but the model's token ids go from 0 to {vocabulary - 1}.",
                 fix="use token ids of the model's tokenizer.",
             )
+        self._constraint = constraint
+        if constraint is not None:
+            # The first processor, so that top_k and top_p select from allowed tokens.
+            processors.insert(0, constraint)
         generator = torch.Generator().manual_seed(options.seed) if draw and options.seed is not None else None
         self._choice = NextTokenSelector(processors, draw=draw, generator=generator)
         self.plain = self._choice.plain
+
+    def is_last(self, token: int) -> bool:
+        """Return whether generation stops after a chosen token: it is an end token, or the grammar allows no further token."""
+        return token in self.ends or (self._constraint is not None and self._constraint.complete)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits `(1, vocabulary)` after the logits processors of this row."""
@@ -144,6 +159,8 @@ class RowTokenSelector:
     def __call__(self, logits: torch.Tensor) -> int:
         """Return the next token from logits `(1, vocabulary)` on the CPU, and append the token to the row."""
         token = self._choice(self._ids, logits)
+        if self._constraint is not None:
+            self._constraint.accept(int(token))
         self._ids = torch.cat([self._ids, token.unsqueeze(1)], dim=1)
         return int(token)
 

@@ -27,14 +27,22 @@ class TextPieces:
         tokenizer: The model's tokenizer.
         stop: Stop texts. The generated text ends before the first stop text.
         byte_tokens: The single-byte tokens of the tokenizer, as the function `byte_tokens` returns them.
+        visible: Special tokens that stay in the text.
 
     Attributes:
         stopped: Whether the generated text contained a stop text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), byte_tokens: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        byte_tokens: Set[int] = frozenset(),
+        visible: Sequence[int] = (),
+    ) -> None:
         self.stopped = False
         self._bytes = byte_tokens
+        self._hidden = frozenset(tokenizer.all_special_ids).difference(visible) if visible else None
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
         # Tokens from `_start` to `_read` are decoded again together with the next tokens, because tokenizers may write a space
@@ -66,7 +74,10 @@ class TextPieces:
         return rest
 
     def _decoded(self, end: int) -> str:
-        text: str = self._tokenizer.decode(self._ids[self._start : end], skip_special_tokens=True)
+        ids = self._ids[self._start : end]
+        if self._hidden is not None:
+            ids = [token for token in ids if token not in self._hidden]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None)
         return text
 
     def _released(self, new: str) -> str:

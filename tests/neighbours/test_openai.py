@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,97 @@ def test_completions(url: str) -> None:
         completion = client.completions.create(prompt=["where is my card", "help"], **SETTINGS)
         assert [choice.index for choice in completion.choices] == [0, 1]
         assert completion.usage.completion_tokens == 24
-        with pytest.raises(openai.UnprocessableEntityError, match="n: "):
-            client.chat.completions.create(messages=MESSAGES, n=2, **SETTINGS)
         with pytest.raises(openai.NotFoundError, match="no model"):
             client.chat.completions.create(messages=MESSAGES, **{**SETTINGS, "model": "other"})
+
+
+# Answer formats, tools, log-probabilities, responses and transcriptions, with a byte-level tokenizer.
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path]) -> Iterator[Any]:
+    import uvicorn
+
+    from accel.serving.http.app import create_app
+    from tests.serving.test_openai_chat import byte_level_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("byte-level"), byte_level_tokenizer()
+    save_generator(
+        folder, "qwen3", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, max_position_embeddings=2048
+    )
+    tokenizer.save_pretrained(folder)
+    speech = tiny_folder("wav2vec2", "ctc")
+    models = {
+        "chat": accel.ORTModel.from_pretrained(folder, backend="pytorch", task="text-generation"),
+        "speech": accel.ORTModel.from_pretrained(speech, backend="pytorch", task="ctc"),
+    }
+    server = uvicorn.Server(uvicorn.Config(create_app(accel.Engine(models)), port=0, log_config=None, lifespan="on"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started and time.monotonic() < deadline:
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as opened:
+        yield opened
+    server.should_exit = True
+    thread.join(30)
+
+
+def test_structured_answers_and_tools(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the package llguidance is not installed")
+    from typing import Annotated
+
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: Annotated[str, Field(max_length=8)]
+        age: Annotated[int, Field(ge=0, le=99)]
+
+    chat = {"model": "chat", "messages": MESSAGES, "seed": 1}
+    parsed = client.chat.completions.parse(response_format=Person, max_tokens=400, **chat)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(response_format=Person, max_tokens=2, **chat)
+    response = client.responses.parse(model="chat", input="help", text_format=Person, max_output_tokens=400)
+    assert isinstance(response.output_parsed, Person)
+    tool = openai.pydantic_function_tool(Person, name="add")
+    answer = client.chat.completions.parse(tools=[tool], tool_choice="required", max_tokens=400, **chat)
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Person)
+    with client.chat.completions.stream(tools=[tool], tool_choice="required", max_tokens=400, **chat) as stream:
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+
+
+def test_several_answers_with_log_probabilities(client: Any) -> None:
+    answer = client.chat.completions.create(
+        model="chat", messages=MESSAGES, n=2, logprobs=True, top_logprobs=3, max_tokens=4
+    )
+    assert len(answer.choices) == 2
+    assert all(len(entry.top_logprobs) == 3 for choice in answer.choices for entry in choice.logprobs.content)
+    with pytest.raises(openai.UnprocessableEntityError, match="prompt_logprobs"):
+        client.chat.completions.create(model="chat", messages=MESSAGES, extra_body={"prompt_logprobs": 1})
+
+
+def test_responses(client: Any) -> None:
+    body = {"model": "chat", "input": "help", "max_output_tokens": 5, "temperature": 0}
+    complete = client.responses.create(**body)
+    with client.responses.stream(**body) as stream:
+        events = list(stream)
+    # Five tokens end with the limit, so the last event is not `response.completed`.
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output_text == complete.output_text
+    assert "response.output_text.delta" in {event.type for event in events}
+    with pytest.raises(openai.UnprocessableEntityError, match="previous_response_id"):
+        client.responses.create(previous_response_id="resp_1", **body)
+
+
+def test_transcriptions(client: Any) -> None:
+    from tests.serving.test_openai_responses import recording
+
+    sound = ("a.wav", recording())
+    text = client.audio.transcriptions.create(model="speech", file=sound).text
+    verbose = client.audio.transcriptions.create(model="speech", file=sound, response_format="verbose_json")
+    assert (verbose.text, verbose.duration) == (text, 0.5)
+    assert client.audio.transcriptions.create(model="speech", file=sound, response_format="text") == text + "\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 from types import TracebackType
 from typing import Any, SupportsIndex, cast
 
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.grammars import GrammarConstraint, GrammarTokenizer
 from ...decoding.stop_text import TextPieces, byte_tokens
 from ...errors import ArtifactNotFoundError, ConfigError, InputError
 from ...models.processors import companion_of
@@ -28,11 +29,13 @@ class TextPiece:
         text: Final text. Empty if the token ends in the middle of a character or if the text may be the start of a stop string.
         tokens: Number of tokens generated so far.
         finish: Reason why the generation ended, `stop` or `length`; only set on the last piece.
+        token: The generated token.
     """
 
     text: str
     tokens: int
     finish: Finish | None = None
+    token: Token | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,7 @@ class GenerationEngine:
         self.tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(model)
         self._encoding = threading.Lock()
         self._bytes = byte_tokens(self.tokenizer)
+        self._grammars: GrammarTokenizer | None = None
         self.scheduler = Scheduler(model, limits or GenerationLimits())
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -89,10 +93,11 @@ class GenerationEngine:
 
     # The methods below convert prompts to token ids.
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, template: Mapping[str, Any] | None = None) -> list[int]:
         """Return the token ids of a prompt.
 
         A prompt is a text, a list of messages (`role` and `content`) for the tokenizer's chat template, or a list of token ids.
+        The argument `template` contains variables of the chat template.
 
         Raises:
             InputError: The prompt is empty, has an unsupported type, or the chat template rejects the messages.
@@ -110,7 +115,7 @@ class GenerationEngine:
             # The prompt is a tensor or an array of token ids.
             prompt = prompt.tolist()
         if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
-            return self._chat(cast(Messages, prompt))
+            return self._chat(cast(Messages, prompt), template or {})
         if not isinstance(prompt, Sequence) or not all(
             isinstance(item, Integral) and not isinstance(item, bool) for item in prompt
         ):
@@ -121,7 +126,7 @@ class GenerationEngine:
             )
         return [int(cast(int, token)) for token in prompt]
 
-    def _chat(self, messages: Messages) -> list[int]:
+    def _chat(self, messages: Messages, template: Mapping[str, Any]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InputError(
                 "The prompt is a list of messages, but the tokenizer has no chat template.",
@@ -130,7 +135,7 @@ class GenerationEngine:
         try:
             with self._encoding:
                 encoded = self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+                    [dict(message) for message in messages], add_generation_prompt=True, return_dict=True, **template
                 )
         # Chat templates raise errors of any type, for example about roles.
         except Exception as error:
@@ -142,8 +147,12 @@ class GenerationEngine:
 
     # The methods below generate text.
 
-    def submit(self, prompt: Prompt, options: GenerationOptions | None = None) -> Generation:
+    def submit(
+        self, prompt: Prompt, options: GenerationOptions | None = None, template: Mapping[str, Any] | None = None
+    ) -> Generation:
         """Start generating text for a prompt. Iterate over the returned object to get tokens, in a thread or an event loop, or cancel it.
+
+        The argument `template` contains variables of the chat template, such as `tools`, for a prompt that is a list of messages.
 
         Raises:
             InputError: The prompt or the options are invalid.
@@ -155,7 +164,19 @@ class GenerationEngine:
                 f"The argument options is a {type(options).__name__}, not GenerationOptions.",
                 fix="pass accel.GenerationOptions(max_new_tokens=..., ...).",
             )
-        return self.scheduler.submit(self.encode(prompt), options or GenerationOptions())
+        options = options or GenerationOptions()
+        ids = self.encode(prompt, template)
+        return self.scheduler.submit(ids, options, self._constraint(options.grammar) if options.grammar else None)
+
+    def _constraint(self, grammar: str) -> GrammarConstraint:
+        with self._encoding:
+            if self._grammars is None:
+                ends = self.model.generation_config.eos_token_id
+                ends = self.tokenizer.eos_token_id if ends is None else ends
+                ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+                vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+                self._grammars = GrammarTokenizer(self.tokenizer, vocabulary, ends)
+            return self._grammars.constraint(grammar)
 
     async def generate(self, prompt: Prompt, options: GenerationOptions | None = None) -> AsyncIterator[Token]:
         """Yield tokens as they are generated. If the caller stops iterating, its row is released. Raises the errors of `submit`."""
@@ -164,7 +185,7 @@ class GenerationEngine:
 
     async def stream(self, generation: Generation) -> AsyncIterator[TextPiece]:
         """Yield text as it is generated, for an event loop. A stop string ends the generation."""
-        reader = _Detokenizer(self.tokenizer, generation)
+        reader = _Detokenizer(self.tokenizer, self._bytes, generation)
         async for token in generation:
             piece = reader.take(token)
             yield piece
@@ -173,7 +194,7 @@ class GenerationEngine:
 
     def pieces(self, generation: Generation) -> Iterator[TextPiece]:
         """Yield text as it is generated, for a thread. A stop string ends the generation."""
-        reader = _Detokenizer(self.tokenizer, generation)
+        reader = _Detokenizer(self.tokenizer, self._bytes, generation)
         for token in generation:
             piece = reader.take(token)
             yield piece
@@ -208,8 +229,9 @@ class GenerationEngine:
 class _Detokenizer:
     """Convert the tokens of one generation to pieces of text."""
 
-    def __init__(self, tokenizer: Any, generation: Generation) -> None:
-        self._text = TextPieces(tokenizer, generation.options.stop)
+    def __init__(self, tokenizer: Any, single_bytes: Set[int], generation: Generation) -> None:
+        options = generation.options
+        self._text = TextPieces(tokenizer, options.stop, single_bytes, options.visible_tokens)
         self._generation = generation
         self._tokens = 0
 
@@ -223,7 +245,7 @@ class _Detokenizer:
         if self._text.stopped:
             finish = "stop"
             self._generation.cancel()
-        return TextPiece(text, self._tokens, finish)
+        return TextPiece(text, self._tokens, finish, token)
 
 
 def _generated_text(generation: Generation, pieces: Sequence[TextPiece]) -> GeneratedText:

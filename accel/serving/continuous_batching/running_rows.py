@@ -10,8 +10,10 @@ import torch
 
 from ...decoding.kv_cache import StateCache
 from ...decoding.next_token import RowTokenSelector, choose_tokens
+from ...decoding.token_probabilities import token_probability
 from ...errors import AccelError
-from .token_stream import Generation, Token
+from .prefix_cache import PrefixCache
+from .token_stream import Finish, Generation, Token
 
 # Minimum number of unused cache columns at the front before they are removed, because removing them copies the cache.
 _MIN_SLACK = 64
@@ -35,14 +37,23 @@ class AnswerRow:
     last: int = -1
     made: int = 0
 
-    def take(self, token: int | AccelError) -> bool:
-        """Add a token, or end the generation with an error. Return whether the generation has ended."""
+    def take(self, token: int | AccelError, logits: torch.Tensor) -> bool:
+        """Add a token, or end the generation with an error. Return whether the generation has ended.
+
+        Args:
+            token: The token, or the error.
+            logits: Logits of the token, `(vocabulary,)`.
+        """
         if isinstance(token, AccelError):
             self.generation.end(token)
             return True
         self.last, self.made = token, self.made + 1
-        finish = "stop" if token in self.choice.ends else "length" if self.made >= self.generation.new_tokens else None
-        self.generation.put(Token(token, finish))  # type: ignore[arg-type]  # one of the literals above
+        finish: Finish | None = "length" if self.made >= self.generation.new_tokens else None
+        if self.choice.is_last(token):
+            finish = "stop"
+        top = self.generation.options.top_logprobs
+        probability = None if top is None else token_probability(logits, token, top)
+        self.generation.put(Token(token, finish, probability))
         return finish is not None
 
 
@@ -59,6 +70,22 @@ class PromptPrefill:
         self.row = row
         self.cache: StateCache = model.new_cache()
         self._step, self._parts = model.decoder_step, parts
+        self._begun = False
+
+    def begin(self, prefixes: PrefixCache | None) -> None:
+        """Take the keys and values of the prompt's beginning from an earlier prompt. Later calls have no effect."""
+        if self._begun or prefixes is None:
+            return
+        self._begun = True
+        generation = self.row.generation
+        if (prefix := prefixes.find(generation.ids)) is not None:
+            self.cache = prefix
+            self.row.held = generation.reused_tokens = prefix.get_seq_length()
+
+    def store(self, prefixes: PrefixCache | None) -> None:
+        """Store the keys and values of the prompt for later prompts. The prompt must be completely read."""
+        if prefixes is not None:
+            prefixes.store(self.row.generation.ids, self.row.generation.reused_tokens, self.cache)
 
     @property
     def left(self) -> int:
@@ -159,7 +186,7 @@ class RunningRows:
 
     def _take(self, logits: torch.Tensor) -> None:
         tokens = choose_tokens([row.choice for row in self.rows], logits)
-        done = [row for row, token in zip(self.rows, tokens, strict=True) if row.take(token)]
+        done = [row for row, *chosen in zip(self.rows, tokens, logits, strict=True) if row.take(*chosen)]
         if done:
             self.leave(done)
         elif self._limit and self._cache is not None and self._cache.get_seq_length() >= self._limit:

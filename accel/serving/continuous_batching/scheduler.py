@@ -14,9 +14,11 @@ import torch
 
 from ...config import check_number
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.grammars import GrammarConstraint
 from ...decoding.host_threads import has_own_threads, use_one_thread
 from ...decoding.next_token import RowTokenSelector, choose_tokens
 from ...errors import AccelError, EngineClosedError, InputError, QueueFullError, SessionError
+from .prefix_cache import PrefixCache
 from .running_rows import AnswerRow, PromptPrefill, RunningRows
 from .token_stream import Generation
 
@@ -39,6 +41,8 @@ class GenerationLimits:
         new_tokens: Greatest number of new tokens if neither the request nor the model limits them.
         max_new_tokens: Greatest number of new tokens that a request may ask for, because a long generation makes other requests wait.
             `None` means as many as fit into the KV cache.
+        prefix_bytes: Greatest size of the keys and values of earlier prompts, which later prompts with the same beginning reuse. 0 turns
+            the reuse off.
     """
 
     rows: int = 16
@@ -47,10 +51,12 @@ class GenerationLimits:
     prefill_tokens: int = 512
     new_tokens: int = 256
     max_new_tokens: int | None = None
+    prefix_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         for name in ("rows", "cache_tokens", "queue", "prefill_tokens", "new_tokens", "max_new_tokens"):
             check_number(name, getattr(self, name), 1)
+        check_number("prefix_bytes", self.prefix_bytes, 0)
 
 
 def continues_text(model: Any) -> bool:
@@ -86,6 +92,9 @@ class Scheduler:
         self._parts = component.continues == "any"
         self.joins = not self._behind_encoder and model.new_cache().is_joinable
         """True if rows can join the running batch. If false, waiting rows start together after the running batch has finished."""
+        # Removing tokens from a copy needs a croppable state, and continuing it a graph that reads several tokens after earlier tokens.
+        reuses = self.joins and self._parts and component.croppable and limits.prefix_bytes
+        self._prefixes = PrefixCache(limits.prefix_bytes) if reuses else None
         self.cache_tokens = limits.cache_tokens or max(_LEAST_CACHE, self._limit)
         self.steps = 0
         """Number of decoding steps so far."""
@@ -114,8 +123,10 @@ class Scheduler:
         """Number of rows in the running batch, including rows whose prompts are being read."""
         return len(self._batch.rows) + len(self._reading)
 
-    def submit(self, ids: Sequence[int], options: GenerationOptions) -> Generation:
-        """Put a prompt into the queue.
+    def submit(
+        self, ids: Sequence[int], options: GenerationOptions, constraint: GrammarConstraint | None = None
+    ) -> Generation:
+        """Put a prompt into the queue. The argument `constraint` is the grammar of the generated text.
 
         Raises:
             InputError: The prompt is empty or too long or has unknown token ids, or transformers rejects the options.
@@ -127,7 +138,7 @@ class Scheduler:
                 "The engine was started in another process, and its thread does not exist in this process.",
                 fix="start a new engine in this process.",
             )
-        row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake))
+        row = self._row_of(Generation(ids, options, self._new_tokens(ids, options), self._wake), constraint)
         with self._changed:
             if self._closing:
                 raise EngineClosedError(
@@ -150,6 +161,8 @@ class Scheduler:
             self._dropping = self._dropping or not drain
             self._changed.notify()
         self._thread.join()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def _wake(self) -> None:
         with self._changed:
@@ -190,12 +203,14 @@ class Scheduler:
         usual = self.model.generation_config.max_new_tokens or self.limits.new_tokens
         return min(room, usual, most or usual)
 
-    def _row_of(self, generation: Generation) -> AnswerRow:
+    def _row_of(self, generation: Generation, constraint: GrammarConstraint | None) -> AnswerRow:
+        options = generation.options
         if not self._behind_encoder:
-            return AnswerRow(generation, RowTokenSelector(self.model, generation.ids, generation.options))
+            choice = RowTokenSelector(self.model, generation.ids, options, constraint=constraint)
+            return AnswerRow(generation, choice)
         config = self.model.generation_config
         start = config.decoder_start_token_id if config.decoder_start_token_id is not None else config.bos_token_id
-        choice = RowTokenSelector(self.model, [int(start)], generation.options, encoded=generation.ids)
+        choice = RowTokenSelector(self.model, [int(start)], options, generation.ids, constraint)
         return AnswerRow(generation, choice, last=int(start))
 
     # The methods below run in the scheduler's thread.
@@ -250,6 +265,7 @@ class Scheduler:
         budget = self.limits.prefill_tokens
         while self._reading and budget > 0:
             reading = self._reading[0]
+            reading.begin(self._prefixes)
             before = reading.left
             if budget < before <= self.limits.prefill_tokens and budget < self.limits.prefill_tokens:
                 # Read this prompt after the next step, in a single call. In calls with a part of the prompt each, the logits
@@ -264,8 +280,9 @@ class Scheduler:
             budget -= before - reading.left
             if logits is None:
                 continue
+            reading.store(self._prefixes)
             row = self._reading.popleft().row
-            if row.take(*choose_tokens([row.choice], logits)):
+            if row.take(*choose_tokens([row.choice], logits), logits[0]):
                 continue
             try:
                 self._batch.join(row, reading.cache)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.token_probabilities import TokenProbability
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -22,10 +23,12 @@ class Token:
         id: Token id in the vocabulary.
         finish: Reason why the generation ended; only set on the last token. `stop`: the model or a stop string ended it. `length`: the
             greatest number of new tokens is reached.
+        probability: Log-probabilities, if `GenerationOptions.top_logprobs` is set.
     """
 
     id: int
     finish: Finish | None = None
+    probability: TokenProbability | None = None
 
 
 class Generation:
@@ -41,6 +44,7 @@ class Generation:
         created: Time when the prompt was submitted, from `time.perf_counter`.
         queued_s: Seconds that the prompt waited until the model began to read it; 0 until then.
         prefill_s: Seconds from the end of the wait to the first generated token.
+        reused_tokens: Number of prompt tokens whose keys and values came from an earlier prompt.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Generation:
         self.options = options
         self.new_tokens = new_tokens
         self.queued_s = self.prefill_s = 0.0
+        self.reused_tokens = 0
         self.cancelled = False
         self.finished = False
         self._on_cancel = on_cancel

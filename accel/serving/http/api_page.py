@@ -12,7 +12,7 @@ from .openapi import openapi
 from .replies import JsonReply
 
 # Content security policy: the page is a single file and sends requests only to this server.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; media-src data:"
 
 
 async def _docs(call: HttpCall, _: Any) -> Response:

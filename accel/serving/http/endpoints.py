@@ -39,6 +39,7 @@ class Endpoint:
         method: HTTP method.
         body: Pydantic model of the request body; `None` without a body.
         raw: Whether `answer` reads and parses the body itself.
+        media_type: Media type of the request body.
         operation: Operation of the engine that the model must support; empty for none.
         example: A valid request body.
         open: Whether the endpoint responds without an API key, and while the server shuts down.
@@ -52,6 +53,7 @@ class Endpoint:
     method: Literal["GET", "POST"] = "POST"
     body: type[BaseModel] | None = None
     raw: bool = False
+    media_type: str = "application/json"
     operation: str = ""
     example: Mapping[str, Any] = field(default_factory=dict)
     open: bool = False

@@ -1,4 +1,7 @@
-"""Endpoints that generate text: OpenAI's completions and chat, and `/generate`; complete or streamed as server-sent events."""
+"""Endpoints that continue texts: OpenAI's completions and `/generate`; complete or streamed as server-sent events.
+
+`openai_chat` uses the request fields and the functions of this module for conversations.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -13,19 +17,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...decoding.generation_options import GenerationOptions
+from ...decoding.token_probabilities import token_bytes
 from ...errors import RequestTimeoutError
 from ..continuous_batching.generation_engine import GenerationEngine, Prompt, TextPiece
-from ..continuous_batching.token_stream import Generation
+from ..continuous_batching.token_stream import Generation, Token
 from .bodies import Body
 from .endpoints import Endpoint, HttpCall
 from .replies import JsonReply, http_error, openai_error, plain_error, write_json
 
-_OPERATION = "generate"
-_Count = Annotated[int, Field(ge=1, le=1 << 31)]
+OPERATION = "generate"
+Count = Annotated[int, Field(ge=1, le=1 << 31)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-_None = Annotated[list[Any], Field(max_length=0)]
 _SAME = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
 """Request fields that have the same name as an option of the engine."""
 
@@ -65,17 +69,14 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-_IGNORED = {
+IGNORED = {
     "user": "The field identifies the end user for OpenAI.",
     "safety_identifier": "The field identifies the end user for OpenAI.",
     "metadata": "The field belongs to stored responses, and this server does not store responses.",
-    "prompt_cache_key": "This server does not cache prompts.",
-    "prompt_cache_retention": "This server does not cache prompts.",
-    "prompt_cache_options": "This server does not cache prompts.",
+    "prompt_cache_key": "This server decides alone which prompts it caches.",
+    "prompt_cache_retention": "This server decides alone which prompts it caches.",
+    "prompt_cache_options": "This server decides alone which prompts it caches.",
 }
-_ONE = "send one request for each answer, each with a different seed."
-_NO_TOOLS = "remove the field, and describe the tools in the messages."
-_NO_LOGPROBS = "remove the field: this server does not return token probabilities."
 
 
 class OpenAIBody(Sampling):
@@ -84,7 +85,7 @@ class OpenAIBody(Sampling):
     Clients send many fields with a value that has no effect. For unsupported fields, only this value is accepted.
     """
 
-    n: Literal[1] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -96,81 +97,15 @@ class OpenAIBody(Sampling):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
 
-    ignored: ClassVar[Mapping[str, str]] = _IGNORED
+    ignored: ClassVar[Mapping[str, str]] = IGNORED
+    refused: ClassVar[Mapping[str, str]] = {
+        "prompt_logprobs": "remove prompt_logprobs: this server returns log-probabilities only for generated tokens."
+    }
     remedies: ClassVar[Mapping[str, str]] = {
-        "n": _ONE,
+        "n": "send a number from 1 to 128.",
         "store": "remove store: this server does not store responses.",
         "service_tier": "remove service_tier: this server has only one tier.",
         "stream_options": "use only the fields include_usage and continuous_usage_stats.",
-    }
-
-
-class TextPart(Body):
-    """One text part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One message of a conversation."""
-
-    role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
-    name: str | None = None
-    # Clients send the assistant's message back as part of the conversation, with these fields set to null or empty.
-    refusal: None = None
-    annotations: _None | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: _None | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return role and text of the message, for a chat template."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
-
-
-class TextFormat(Body):
-    """The response format; only text is supported."""
-
-    type: Literal["text"]
-
-
-class ChatBody(OpenAIBody):
-    """Request body of `/v1/chat/completions`."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    response_format: TextFormat | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
-    tools: _None | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
-
-    ignored: ClassVar[Mapping[str, str]] = {**_IGNORED, "parallel_tool_calls": "This server does not call tools."}
-    refused: ClassVar[Mapping[str, str]] = {
-        "audio": "remove audio: this server returns only text.",
-        "function_call": _NO_TOOLS,
-        "functions": _NO_TOOLS,
-        "moderation": "remove moderation, and check texts with a classification model at /classify.",
-        "prediction": "remove prediction: the model generates every token of the answer.",
-        "reasoning_effort": "remove reasoning_effort, and describe in the messages how long the model should reason.",
-        "verbosity": "remove verbosity, and describe the length of the answer in the messages, or set max_tokens.",
-        "web_search_options": "remove web_search_options, and put search results into the messages.",
-    }
-    remedies: ClassVar[Mapping[str, str]] = {
-        **OpenAIBody.remedies,
-        "tools": _NO_TOOLS,
-        "tool_choice": _NO_TOOLS,
-        "logprobs": _NO_LOGPROBS,
-        "top_logprobs": _NO_LOGPROBS,
-        "response_format": 'use {"type": "text"}, and describe any other format in the messages.',
-        "modalities": 'use ["text"]: this server returns only text.',
-        "messages": "send messages whose content is text.",
     }
 
 
@@ -178,17 +113,17 @@ class CompletionBody(OpenAIBody):
     """Request body of `/v1/completions`; prompts are texts or token ids."""
 
     prompt: str | Annotated[list[int] | list[str] | list[list[int]], Field(min_length=1)]
-    max_tokens: _Count = 16
-    logprobs: None = None
+    max_tokens: Count = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
     remedies: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.remedies,
-        "logprobs": _NO_LOGPROBS,
+        "logprobs": "send a number from 0 to 20.",
         "echo": "remove echo, and put the prompt before the answer in the client.",
-        "best_of": _ONE,
+        "best_of": "remove best_of, and choose among the `n` answers in the client.",
         "suffix": "remove suffix: this server can only continue a text, not insert text before a suffix.",
     }
 
@@ -203,30 +138,62 @@ class GenerateBody(Sampling):
     """Request body of `/generate`: one text, used without a chat template."""
 
     inputs: str
-    max_new_tokens: _Count | None = None
+    max_new_tokens: Count | None = None
     stream: bool = True
 
 
-class _RequestGenerations:
+@dataclass(slots=True)
+class CompleteText:
+    """The text of one generation.
+
+    Attributes:
+        text: The text.
+        end: Reason why the generation ended.
+        tokens: The tokens of the text.
+    """
+
+    text: str = ""
+    end: str = ""
+    tokens: list[Token] = field(default_factory=list)
+
+    def add(self, piece: TextPiece) -> None:
+        """Add the next piece."""
+        self.text += piece.text
+        self.end = piece.finish or ""
+        if piece.token is not None:
+            self.tokens.append(piece.token)
+
+
+class RequestGenerations:
     """The running generations for the prompts of one request.
 
     Args:
         call: The HTTP request.
         name: Name of the model.
         engine: Generation engine of the model.
-        generations: The generation of each prompt.
+        generations: The generations of the first prompt, then those of the next prompt.
+        times: Number of generations of each prompt.
+
+    Attributes:
+        name: Name of the model.
+        created: Time of the request in seconds since 1970.
+        engine: Generation engine of the model.
     """
 
-    def __init__(self, call: HttpCall, name: str, engine: GenerationEngine, generations: Sequence[Generation]) -> None:
-        self.name, self.created = name, int(time.time())
-        self._call, self._engine, self._generations = call, engine, generations
+    def __init__(
+        self, call: HttpCall, name: str, engine: GenerationEngine, generations: Sequence[Generation], times: int
+    ) -> None:
+        self.name, self.created, self.engine = name, int(time.time()), engine
+        self._call, self._generations, self._times = call, generations, times
         self._tokens = [0] * len(generations)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Numbers of prompt tokens and generated tokens, in OpenAI's format."""
-        read, generated = sum(len(generation.ids) for generation in self._generations), sum(self._tokens)
-        return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+    def usage(self) -> dict[str, Any]:
+        """Numbers of prompt tokens, reused prompt tokens and generated tokens, in OpenAI's format."""
+        read, generated = sum(len(each.ids) for each in self._generations[:: self._times]), sum(self._tokens)
+        reused = sum(each.reused_tokens for each in self._generations[:: self._times])
+        details = {"prompt_tokens_details": {"cached_tokens": reused}} if reused else {}
+        return {**details, "prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
         """Yield pieces of text as (index of the prompt, piece). If the caller stops iterating, the rows are released.
@@ -238,7 +205,7 @@ class _RequestGenerations:
 
         async def follow(number: int, generation: Generation) -> None:
             try:
-                async for piece in self._engine.stream(generation):
+                async for piece in self.engine.stream(generation):
                     queue.put_nowait((number, piece))
             except Exception as error:  # noqa: BLE001  # the reader of the queue raises it again
                 queue.put_nowait((number, error))
@@ -286,32 +253,38 @@ class _RequestGenerations:
         self._call.worked = True
         self._call.server.metrics.generated(self.name, self.usage, first.queued_s + first.prefill_s)
 
-    async def complete_texts(self) -> list[tuple[str, str]]:
-        """Return the text and the finish reason of each generation. If the client disconnects, the rows are released.
+    async def complete_texts(self) -> list[CompleteText]:
+        """Return the complete text of each generation. If the client disconnects, the rows are released.
 
         Raises:
             ClientDisconnect: The client disconnected.
         """
-        texts = [""] * len(self._generations)
-        ends = [""] * len(self._generations)
+        texts = [CompleteText() for _ in self._generations]
 
         async def collect() -> None:
             async with contextlib.aclosing(self.pieces()) as pieces:
                 async for number, piece in pieces:
-                    texts[number] += piece.text
-                    ends[number] = piece.finish or ""
+                    texts[number].add(piece)
 
         try:
             await self._call.finished(asyncio.ensure_future(collect()))
         finally:
             self.cancel()
-        return list(zip(texts, ends, strict=True))
+        return texts
 
 
-async def _started(
-    call: HttpCall, body: Sampling, prompts: Sequence[Prompt], new: int | None, *, draw: bool
-) -> _RequestGenerations:
-    """Start a generation for each prompt.
+async def started(
+    call: HttpCall,
+    body: Sampling,
+    prompts: Sequence[Prompt],
+    new: int | None,
+    *,
+    draw: bool,
+    times: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> RequestGenerations:
+    """Start generations for each prompt.
 
     Args:
         call: The HTTP request.
@@ -319,8 +292,11 @@ async def _started(
         prompts: The prompts.
         new: Greatest number of new tokens for each prompt.
         draw: Whether to sample tokens by default, as OpenAI does.
+        times: Number of generations for each prompt. The seed of the request counts up by one for each generation.
+        settings: Further fields of `GenerationOptions`.
+        template: Variables of the chat template, such as the tools.
     """
-    call.check_batch(len(prompts))
+    call.check_batch(len(prompts) * times)
     call.check_texts(
         [
             generation
@@ -328,16 +304,19 @@ async def _started(
             if isinstance(generation, str) or not (generation and isinstance(generation[0], int))
         ]
     )
-    name = call.server.model_for(body.model, _OPERATION)
+    name = call.server.model_for(body.model, OPERATION)
     engine = await asyncio.to_thread(call.engine.generator, name)
     options = body.options(new, 1.0 if draw and not engine.model.generation_config.do_sample else None)
+    options = replace(options, **(settings or {}))
     generations: list[Generation] = []
 
     def submit() -> None:
         start = time.perf_counter()
         for prompt in prompts:
-            # Append one by one: if a prompt is refused, the generations started before it are cancelled.
-            generations.append(engine.submit(prompt, options))  # noqa: PERF401
+            for i in range(times):
+                seed = None if options.seed is None else options.seed + i
+                # Append one by one: if a prompt is refused, the generations started before it are cancelled.
+                generations.append(engine.submit(prompt, replace(options, seed=seed), template))
         call.timing.tokenization_s = time.perf_counter() - start
 
     try:
@@ -348,13 +327,13 @@ async def _started(
         if isinstance(error, Exception):
             call.server.metrics.turned_away(name, error)
         raise
-    return _RequestGenerations(call, name, engine, generations)
+    return RequestGenerations(call, name, engine, generations, times)
 
 
-class _Stream(StreamingResponse):
+class EventStream(StreamingResponse):
     """Response with server-sent events. It releases the rows even if the client disconnects before the first event."""
 
-    def __init__(self, answers: _RequestGenerations, lines: AsyncIterator[bytes]) -> None:
+    def __init__(self, answers: RequestGenerations, lines: AsyncIterator[bytes]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self._answers = answers
 
@@ -369,12 +348,12 @@ class _Stream(StreamingResponse):
 _Event = Callable[[int, TextPiece], list[dict[str, Any]]]
 
 
-def _streamed(
+def streamed(
     call: HttpCall,
-    answers: _RequestGenerations,
+    answers: RequestGenerations,
     event: _Event,
     *,
-    before: Sequence[Any] = (),
+    before: Sequence[Mapping[str, Any]] = (),
     stream_options: StreamOptions | None = None,
     head: Mapping[str, Any] | None = None,
 ) -> Response:
@@ -393,12 +372,15 @@ def _streamed(
 
     async def lines() -> AsyncIterator[bytes]:
         for item in before:
-            yield _line(item)
+            yield _line({**item, "usage": None} if usage else item)
         try:
             async with contextlib.aclosing(answers.pieces()) as pieces:
                 async for number, piece in pieces:
                     for item in event(number, piece):
-                        yield _line({**item, "usage": answers.usage} if counted else item)
+                        if usage:
+                            # OpenAI sends the field in every event if the client asks for it.
+                            item = {**item, "usage": answers.usage if counted else None}
+                        yield _line(item)
         except Exception as error:  # noqa: BLE001  # the HTTP status has been sent, so the error is sent as an event
             yield _line(plain_error(http_error(error, call.id), call.id))
             return
@@ -406,82 +388,86 @@ def _streamed(
             yield _line({**(head or {}), "choices": [], "usage": answers.usage})
         yield b"data: [DONE]\n\n"
 
-    return _Stream(answers, lines())
+    return EventStream(answers, lines())
 
 
 def _line(item: Any) -> bytes:
     return b"data: " + write_json(item) + b"\n\n"
 
 
-async def _chat(call: HttpCall, body: ChatBody) -> Response:
-    messages = [message.plain() for message in body.messages]
-    new = body.max_completion_tokens or body.max_tokens
-    answers = await _started(call, body, [messages], new, draw=True)
-    head = {"id": f"chatcmpl-{call.id}", "created": answers.created, "model": answers.name}
-    head["object"] = "chat.completion.chunk" if body.stream else "chat.completion"
-    if not body.stream:
-        ((text, end),) = await answers.complete_texts()
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": end}
-        return JsonReply({**head, "choices": [choice], "usage": answers.usage})
-
-    def chunk(delta: dict[str, Any], end: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}
-        return {**head, "choices": [choice]}
-
-    def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
-        texts = [chunk({"content": piece.text}, None)] if piece.text else []
-        return [*texts, chunk({}, piece.finish)] if piece.finish else texts
-
-    first = chunk({"role": "assistant", "content": ""}, None)
-    return _streamed(call, answers, event, before=[first], stream_options=body.stream_options, head=head)
-
-
 async def _completions(call: HttpCall, body: CompletionBody) -> Response:
-    answers = await _started(call, body, body.prompts(), body.max_tokens, draw=True)
+    answers = await started(
+        call, body, body.prompts(), body.max_tokens, draw=True, times=body.n or 1,
+        settings={"top_logprobs": body.logprobs},
+    )  # fmt: skip
     head = {"id": f"cmpl-{call.id}", "object": "text_completion", "created": answers.created, "model": answers.name}
+    tokenizer = answers.engine.tokenizer
+    lengths: dict[int, int] = {}
 
-    def choice(number: int, text: str, end: str | None) -> dict[str, Any]:
-        return {"index": number, "text": text, "logprobs": None, "finish_reason": end}
+    def choice(number: int, text: str, end: str | None, tokens: Sequence[Token]) -> dict[str, Any]:
+        listed = None
+        if body.logprobs is not None:
+            start = lengths.get(number, 0)
+            listed = _completion_logprobs(tokenizer, tokens, start)
+            lengths[number] = start + sum(map(len, listed["tokens"]))
+        return {"index": number, "text": text, "logprobs": listed, "finish_reason": end}
 
     if not body.stream:
-        choices = [choice(number, *answer) for number, answer in enumerate(await answers.complete_texts())]
+        texts = await answers.complete_texts()
+        choices = [choice(number, each.text, each.end, each.tokens) for number, each in enumerate(texts)]
         return JsonReply({**head, "choices": choices, "usage": answers.usage})
 
     def event(number: int, piece: TextPiece) -> list[dict[str, Any]]:
-        if not piece.text and not piece.finish:
+        tokens = [piece.token] if piece.token is not None and body.logprobs is not None else []
+        if not piece.text and not piece.finish and not tokens:
             return []
-        return [{**head, "choices": [choice(number, piece.text, piece.finish)]}]
+        return [{**head, "choices": [choice(number, piece.text, piece.finish, tokens)]}]
 
-    return _streamed(call, answers, event, stream_options=body.stream_options, head=head)
+    return streamed(call, answers, event, stream_options=body.stream_options, head=head)
+
+
+def token_text(tokenizer: Any, token: int) -> tuple[str, list[int]]:
+    """Return the text and the bytes of a token; incomplete characters of the text are replaced."""
+    content = token_bytes(tokenizer, token)
+    return content.decode("utf-8", "replace"), list(content)
+
+
+def _completion_logprobs(tokenizer: Any, tokens: Sequence[Token], start: int) -> dict[str, list[Any]]:
+    """Return log-probabilities in the format of OpenAI's completions. The first token starts at character `start`."""
+    listed: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for token in tokens:
+        if token.probability is not None:
+            text, _ = token_text(tokenizer, token.id)
+            top = {token_text(tokenizer, each)[0]: value for each, value in token.probability.top}
+            values = (text, token.probability.value, top, start)
+            for name, value in zip(listed, values, strict=True):
+                listed[name].append(value)
+            start += len(text)
+    return listed
 
 
 async def _generate(call: HttpCall, body: GenerateBody) -> Response:
-    answers = await _started(call, body, [body.inputs], body.max_new_tokens, draw=False)
+    answers = await started(call, body, [body.inputs], body.max_new_tokens, draw=False)
     if not body.stream:
-        ((text, end),) = await answers.complete_texts()
-        return JsonReply({"text": text, "finish_reason": end, "usage": answers.usage})
+        (answer,) = await answers.complete_texts()
+        return JsonReply({"text": answer.text, "finish_reason": answer.end, "usage": answers.usage})
 
     def event(_: int, piece: TextPiece) -> list[dict[str, Any]]:
         if not piece.finish:
             return [{"text": piece.text}] if piece.text else []
         return [{"text": piece.text, "finish_reason": piece.finish, "usage": answers.usage}]
 
-    return _streamed(call, answers, event)
+    return streamed(call, answers, event)
 
 
 GENERATE = Endpoint(
     path="/generate", answer=_generate, body=GenerateBody, summary="Continue a text, streamed as server-sent events",
-    tag="tasks", operation=_OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
+    tag="tasks", operation=OPERATION, example={"inputs": "Once upon a time", "max_new_tokens": 64},
 )  # fmt: skip
 ENDPOINTS = (
     Endpoint(
-        path="/v1/chat/completions", answer=_chat, body=ChatBody, summary="Generate the next message of a conversation", tag="openai",
-        error=openai_error, operation=_OPERATION, example={"messages": [{"role": "user", "content": "Where is it?"}], "max_tokens": 64},
-    ),
-    Endpoint(
         path="/v1/completions", answer=_completions, body=CompletionBody, summary="Continue texts", tag="openai",
-        error=openai_error, operation=_OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
+        error=openai_error, operation=OPERATION, example={"prompt": "Once upon a time", "max_tokens": 64},
     ),
     GENERATE,
 )  # fmt: skip

@@ -70,5 +70,5 @@ def _operation(endpoint: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
         content: dict[str, Any] = {"schema": _reference(endpoint.body, schemas)}
         if endpoint.example:
             content["example"] = dict(endpoint.example)
-        description["requestBody"] = {"required": True, "content": {"application/json": content}}
+        description["requestBody"] = {"required": True, "content": {endpoint.media_type: content}}
     return description

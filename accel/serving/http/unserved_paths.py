@@ -13,7 +13,7 @@ UNSUPPORTED = {
     "/decode": "decode the token ids in the client, with the tokenizer of the model.",
     "/info": "use `/v1/models` for the list of models, or `/v2/models/NAME` for the inputs and outputs of one model.",
     "/v2/chat": "use `/v1/chat/completions` with an OpenAI client.",
-    "/v1/responses": "use `/v1/chat/completions`.",
+    "/v1/audio/translations": "use `/v1/audio/transcriptions`, and translate the text with a translation model.",
 }
 """Advice for each path of another API that is not supported."""
 _COHERE = re.compile(r"/v[12]/(chat|embed|rerank|tokenize|detokenize)\Z")
