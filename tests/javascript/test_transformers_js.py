@@ -53,7 +53,11 @@ def check(case: Mapping[str, Any], result: Mapping[str, Any], converted: Convert
         worst = max(worst, float(np.abs(output - expected).max() / max(1.0, np.abs(expected).max())))
     assert worst <= TOLERANCE[case["dtype"]], f"{case['folder']} {case['dtype']}: {worst}"
     if case["dtype"] == "fp32":
-        assert result["tokens"] == converted.reference.tokens
+        expected_tokens = converted.reference.tokens
+        # PyTorch returns Whisper's tokens without the first token.
+        skip = len(result["tokens"][0]) - len(expected_tokens[0]) if expected_tokens else 0
+        assert skip <= 1
+        assert expected_tokens is None or [row[skip:] for row in result["tokens"]] == expected_tokens
     return worst
 
 
