@@ -18,6 +18,7 @@ class LayoutVariant:
         level: Optimization level of the graph; `None` for the graph that `accel export` writes.
         enable: Names of fusions and conversions to add to those of the level.
         scheme: Quantization scheme; `None` for floating point.
+        operators: Operator types to quantize; `None` for all that the scheme quantizes.
         tolerance: Largest accepted difference from PyTorch, relative to the largest value of an output; 0 for the tolerance of float32.
         provider: ONNX Runtime's execution provider that the variant is made for, if the layout selects variants by provider.
         device: Device type of the provider: `cpu`, `gpu` or `npu`.
@@ -26,6 +27,7 @@ class LayoutVariant:
     level: str | None = None
     enable: tuple[str, ...] = ()
     scheme: str | None = None
+    operators: tuple[str, ...] | None = None
     tolerance: float = 0.0
     provider: str = ""
     device: str = "cpu"

@@ -153,7 +153,7 @@ def _variant(exported: Artifact, variant: LayoutVariant, out: Path, backend: str
     artifact = exported
     if variant.scheme is not None:
         # The folder runs on the users' machines, so the preset must not depend on the CPU of this machine.
-        config = QuantizeConfig(scheme=variant.scheme, preset="avx2")
+        config = QuantizeConfig(scheme=variant.scheme, preset="avx2", operators=variant.operators)
         artifact = quantize(artifact, out / "quantized", backend=backend, config=config)
     if variant.level is not None:
         levels = OptimizeConfig.from_dict({"level": variant.level, "enable": variant.enable})

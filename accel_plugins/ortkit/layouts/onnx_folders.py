@@ -19,6 +19,8 @@ from .graph_files import write_graph_file
 from .library_graphs import check_components, library_graphs
 
 _CONFIG, _PREPROCESSOR, _PROCESSOR = "config.json", "preprocessor_config.json", "processor_config.json"
+# The WebAssembly build has no kernel for embeddings in blocks (`GatherBlockQuantized`; onnxruntime-web 1.31).
+_MATRICES = ("MatMul", "Gemm")
 _LIBRARY_CONFIG, _DATA_FILES = "transformers.js_config", "use_external_data_format"
 
 
@@ -78,8 +80,10 @@ class TransformersJsWriter(OnnxFolderWriter):
         "fp32": LayoutVariant(),
         "fp16": LayoutVariant(level="O1", enable=("float16",), tolerance=2e-2),
         "q8": LayoutVariant(scheme="dynamic-int8", tolerance=0.35),
-        "q4": LayoutVariant(scheme="weight-int4", tolerance=0.5),
-        "q4f16": LayoutVariant(level="O1", enable=("float16",), scheme="weight-int4", tolerance=0.5),
+        "q4": LayoutVariant(scheme="weight-int4", operators=_MATRICES, tolerance=0.5),
+        "q4f16": LayoutVariant(
+            level="O1", enable=("float16",), scheme="weight-int4", operators=_MATRICES, tolerance=0.5
+        ),
     }
     suffixes: ClassVar[Mapping[str, str]] = {
         "fp32": "",
