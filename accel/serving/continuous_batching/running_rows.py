@@ -186,7 +186,8 @@ class RunningRows:
 
     def _take(self, logits: torch.Tensor) -> None:
         tokens = choose_tokens([row.choice for row in self.rows], logits)
-        done = [row for row, *chosen in zip(self.rows, tokens, logits, strict=True) if row.take(*chosen)]
+        chosen = zip(self.rows, tokens, logits, strict=True)
+        done = [row for row, token, row_logits in chosen if row.take(token, row_logits)]
         if done:
             self.leave(done)
         elif self._limit and self._cache is not None and self._cache.get_seq_length() >= self._limit:

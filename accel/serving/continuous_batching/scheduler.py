@@ -282,7 +282,8 @@ class Scheduler:
                 continue
             reading.store(self._prefixes)
             row = self._reading.popleft().row
-            if row.take(*choose_tokens([row.choice], logits), logits[0]):
+            (token,) = choose_tokens([row.choice], logits)
+            if row.take(token, logits[0]):
                 continue
             try:
                 self._batch.join(row, reading.cache)

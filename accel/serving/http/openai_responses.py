@@ -282,8 +282,8 @@ async def _events(
                         new, calls = new + rest, use.described(parsed)
                 if (new or (end and not calls)) and not is_open:
                     is_open = True
-                    for item in opened():
-                        yield item
+                    for started in opened():
+                        yield started
                 if new:
                     text += new
                     yield line("response.output_text.delta", **place, delta=new, logprobs=[])
