@@ -62,7 +62,7 @@ class StaticEmbedding(torch.nn.Module):
     def __init__(self, config: StaticEmbeddingConfig, weight: torch.Tensor) -> None:
         super().__init__()
         self.config = config
-        self.embedding = torch.nn.Embedding(*weight.shape, _weight=weight, _freeze=True)
+        self.embedding = torch.nn.Embedding.from_pretrained(weight)
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
         """Return the table."""
