@@ -62,7 +62,8 @@ class StaticEmbedding(torch.nn.Module):
     def __init__(self, config: StaticEmbeddingConfig, weight: torch.Tensor) -> None:
         super().__init__()
         self.config = config
-        self.embedding = torch.nn.Embedding.from_pretrained(weight)
+        rows, size = weight.shape
+        self.embedding = torch.nn.Embedding(rows, size, _weight=weight, _freeze=True)
 
     def get_input_embeddings(self) -> torch.nn.Embedding:
         """Return the table."""
