@@ -159,9 +159,10 @@ def retrieval(name: str) -> str:
         label = f"**{row}**" if row.startswith("accel") else row
         cells = " | ".join(f"{middle:.1f} ({low:.1f} to {high:.1f})" for middle, low, high in ratios)
         lines.append(f"| {label} | {cells} |")
+    cores = "Processor cores" if report["device"] == "cpu" else "Processor cores next to the GPU"
     return "\n".join(lines) + (
         "\n\nThe first row has the median time of a call. The other rows have the speed-up over it: the median of all turns, and the "
-        f"smallest and largest value. Processor cores: {report['processors']}.\n"
+        f"smallest and largest value. {cores}: {report['processors']}.\n"
     )
 
 
@@ -175,6 +176,7 @@ def retrieval_quality() -> str:
 
 TABLES = {
     "retrieval": lambda: retrieval("retrieval.json"),
+    "retrieval-gpu": lambda: retrieval("retrieval_gpu.json"),
     "retrieval-late": lambda: retrieval("retrieval_late.json"),
     "retrieval-quality": retrieval_quality,
     "generation-start": start,
