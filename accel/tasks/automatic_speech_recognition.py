@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -15,8 +15,12 @@ from ..interfaces.family_registry import family_of
 from ..interfaces.task import Task
 from ..models.encoder_decoder import EncoderDecoder
 from ..models.outputs import numpy_too
+from ..serving.operations import Operation
 from ..upstream.auto_models import architectures
 from ..upstream.long_form_speech import LongFormSpeech, encoder_strides
+
+if TYPE_CHECKING:
+    from ..serving.http.endpoints import Endpoint
 
 
 class ORTModelForSpeechSeq2Seq(LongFormSpeech, EncoderDecoder):
@@ -107,7 +111,21 @@ def _is_unreadable(value: Any) -> bool:
     return False
 
 
+class TranscriptionOperation(Operation):
+    """Operation that returns the text of a recording. It runs the pipeline of the same name."""
+
+    name = "automatic-speech-recognition"
+
+    def endpoint(self) -> Endpoint:
+        from ..serving.http.openai_transcriptions import transcription_endpoint
+
+        return transcription_endpoint(self.name)
+
+
 class AutomaticSpeechRecognition(Task):
     """The task `automatic-speech-recognition` with encoder-decoder models."""
 
     model = ORTModelForSpeechSeq2Seq
+
+    def operations(self) -> Sequence[Operation]:
+        return (TranscriptionOperation(),)

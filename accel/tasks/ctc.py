@@ -12,6 +12,8 @@ from ..interfaces.task import Task
 from ..measuring.accuracy.metrics import Floats, Metric, Values, edits, ratio
 from ..measuring.accuracy.predictors import Model, Predictor
 from ..models.modality_models import SoundModel
+from ..serving.operations import Operation
+from .automatic_speech_recognition import TranscriptionOperation
 
 
 class ORTModelForCTC(SoundModel):
@@ -63,3 +65,6 @@ class Ctc(Task):
 
     def predictor(self, config: Any) -> type[Predictor]:
         return TranscriptPredictor
+
+    def operations(self) -> Sequence[Operation]:
+        return (TranscriptionOperation(),)

@@ -37,6 +37,7 @@ EXCEPTIONS = (
     ("cohere", ("accel/serving/http/",), "a company, whose HTTP interface is offered"),
     ("Attention", ("accel_plugins/",), "an operator of ONNX Runtime"),
     ("MultiHeadAttention", ("accel_plugins/",), "an operator of ONNX Runtime"),
+    ("CLIPModel", ("accel/artifact/sentence_settings.py",), "a module of sentence-transformers"),
     (
         "Transformer",
         ("accel/artifact/sentence_settings.py", "accel/artifact/sentence_fields.py"),

@@ -27,6 +27,7 @@ OTHER_MEANINGS = {
     ("accel/artifact/sentence_settings.py", "sequence-classification"),
     ("accel/artifact/sentence_settings.py", "fill-mask"),
     ("accel/artifact/sentence_settings.py", "text-generation"),
+    ("accel/stages/sentence_comparison.py", "cross-encoder"),
 }
 
 

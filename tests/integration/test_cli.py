@@ -320,7 +320,7 @@ def test_convert_with_scheme_refuses_flags_that_it_does_not_use(
 ) -> None:
     result = run("convert", tiny_folder(), tmp_path / "out", "--scheme", "weight-int8", *flags)
     assert result.exit_code == 2
-    assert "--scheme writes one artifact for one backend" in result.stderr
+    assert "--scheme writes one folder and times nothing, so it cannot be used with" in result.stderr
 
 
 def test_convert_refuses_unknown_options(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def fuzz(client: TestClient, rounds: int) -> dict[int, int]:
             methods["post"]["requestBody"]["content"]["application/json"],
         )
         for path, methods in description["paths"].items()
-        if "post" in methods
+        if "application/json" in methods.get("post", {}).get("requestBody", {}).get("content", {})
     ]
     statuses: dict[int, int] = {}
     for _ in range(rounds):

@@ -42,7 +42,6 @@ PROTOCOLS = (
     "openai",
     "openai_chat",
     "openai_responses",
-    "openai_transcriptions",
     "generation_endpoints",
     "cohere",
     "inference_protocol",

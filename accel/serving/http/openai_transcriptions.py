@@ -16,8 +16,6 @@ from .bodies import Body, invalid
 from .endpoints import Endpoint, HttpCall
 from .replies import HttpError, JsonReply, openai_error
 
-_OPERATION = "automatic-speech-recognition"
-
 
 class TranscriptionBody(Body):
     """Fields of a request to `/v1/audio/transcriptions`, without the file."""
@@ -82,7 +80,7 @@ def _malformed(message: str) -> HttpError:
     return HttpError(400, message, kind="invalid_form", fix="send the fields as a form, as OpenAI's clients do.")
 
 
-async def _transcribe(call: HttpCall, _: Any) -> Response:
+async def _transcribe(call: HttpCall, operation: str) -> Response:
     fields = form_fields(call.request.headers.get("content-type", ""), await call.read())
     file = fields.pop("file", None)
     if not file:
@@ -94,7 +92,7 @@ async def _transcribe(call: HttpCall, _: Any) -> Response:
         body = TranscriptionBody.model_validate(values)
     except ValidationError as error:
         raise invalid(error, TranscriptionBody, values) from error
-    name = call.server.model_for(body.model, _OPERATION)
+    name = call.server.model_for(body.model, operation)
     model = call.engine.models[name]
     seq2seq = model.can_generate()
     timed = body.response_format in ("verbose_json", "srt", "vtt")
@@ -116,7 +114,7 @@ async def _transcribe(call: HttpCall, _: Any) -> Response:
     if whisper and len(samples) > extractor.chunk_length * rate:
         # Whisper needs timestamps to continue after its window.
         options["return_timestamps"] = True
-    result = await call.ask({"raw": samples, "sampling_rate": rate}, operation=_OPERATION, model=name, **options)
+    result = await call.ask({"raw": samples, "sampling_rate": rate}, operation=operation, model=name, **options)
     text, seconds = result["text"].strip(), len(samples) / rate
     if body.response_format == "text":
         return PlainTextResponse(text + "\n")
@@ -150,9 +148,13 @@ def _subtitles(segments: list[tuple[float, float, str]], kind: str) -> str:
     return "\n".join(lines if kind == "srt" else ["WEBVTT\n", *lines])
 
 
-ENDPOINTS = (
-    Endpoint(
-        path="/v1/audio/transcriptions", answer=_transcribe, summary="Transcribe a recording", tag="openai", error=openai_error,
-        operation=_OPERATION, body=TranscriptionForm, raw=True, media_type="multipart/form-data",
-    ),
-)  # fmt: skip
+def transcription_endpoint(operation: str) -> Endpoint:
+    """Return the endpoint `/v1/audio/transcriptions`, which calls the operation of this name."""
+
+    async def answer(call: HttpCall, _: Any) -> Response:
+        return await _transcribe(call, operation)
+
+    return Endpoint(
+        path="/v1/audio/transcriptions", answer=answer, summary="Transcribe a recording", tag="openai", error=openai_error,
+        operation=operation, body=TranscriptionForm, raw=True, media_type="multipart/form-data",
+    )  # fmt: skip
