@@ -13,6 +13,7 @@ from ..artifact.manifest import Component
 from ..artifact.tensor_specs import TensorSpec
 from ..errors import ConfigError
 
+_LARGEST = (1 << 31) - 1
 _ENTRY = re.compile(r"\s*(?P<axis>\w+)\s*=\s*(?P<sizes>\d+(?::\d+:\d+)?)\s*\Z")
 _PLUS = " + "  # joins the axes of a dimension that is their sum
 LONGEST = 512
@@ -57,6 +58,12 @@ def read_profile(text: str) -> dict[str, AxisSizes]:
                 fix='write the profile like "batch=1:8:32,sequence=16:128:384".',
             )
         numbers = [int(number) for number in match["sizes"].split(":")]
+        if match["axis"] in profile or max(numbers) > _LARGEST:
+            reason = "the axis has two entries" if match["axis"] in profile else f"the largest size is {_LARGEST}"
+            raise ConfigError(
+                f"The entry {entry!r} of the shape profile is invalid: {reason}.",
+                fix="write one entry per axis, with the sizes that the model will be called with.",
+            )
         profile[match["axis"]] = AxisSizes(*(numbers if len(numbers) == 3 else numbers * 3))
     return profile
 

@@ -104,6 +104,11 @@ def check_export(resolved: ResolvedModel, plan: StagePlan, config: ExportConfig)
         ConfigError: The backend does not export models in this data type, or an option does not exist.
     """
     name, capability = plan.backend.name, plan.capability
+    if not capability.does(resolved.task) and capability.consumes is not None:
+        raise TaskError(
+            f"The backend {name!r} does not compile models of the task {resolved.task!r} to the format {capability.produces}.",
+            fix=f"export the model with backend={name!r} (--backend {name}) and without a format, and run the ONNX artifact.",
+        )
     if not capability.does(resolved.task):
         raise TaskError(
             f"The backend {name!r} does not export models of the task {resolved.task!r}.",

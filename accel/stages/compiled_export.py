@@ -17,6 +17,7 @@ from ..backends.stage_backend_selection import StagePlan
 from ..config import ExportConfig, check_names
 from ..errors import ConfigError, TaskError
 from ..interfaces.protocols import CompilingExporter
+from ..interfaces.task_registry import task_spec
 from .graph_comparison import compare, merged, recorded_rounding
 from .optimize import parent_cases
 
@@ -50,9 +51,27 @@ def check_compilation(artifact: Artifact, plan: StagePlan, config: ExportConfig)
     if config.dtype not in (ExportConfig().dtype, artifact.dtype):
         raise ConfigError(
             f"{artifact.path} has the data type {artifact.dtype}, and a compilation does not change it to {config.dtype}.",
-            fix="leave dtype out, or convert the artifact first: accel optimize ARTIFACT OUT --level O4.",
+            fix=f"leave dtype out, or convert the artifact first: accel optimize ARTIFACT OUT --level O4 --backend {name}.",
         )
     check_names(f"The exporter of the backend {name!r}", "option", config.options, capability.options)
+
+
+def check_used(artifact: Artifact, config: ExportConfig, *, task: str | None, **arguments: object) -> None:
+    """Check that no setting was passed that applies only to the export of a PyTorch model.
+
+    Raises:
+        ConfigError: A setting has no effect on the compilation of an artifact.
+    """
+    defaults = ExportConfig().to_dict()
+    unused = [name for name, value in arguments.items() if value is not None]
+    unused += [n for n, v in config.to_dict().items() if n not in ("dtype", "options", "atol") and v != defaults[n]]
+    if task is not None and task_spec(task).name != artifact.task:
+        unused.insert(0, "task")
+    if unused:
+        raise ConfigError(
+            f"{artifact.path} already contains graphs, which are compiled unchanged, so {', '.join(unused)} would have no effect.",
+            fix=f"leave {', '.join(unused)} out, or pass the PyTorch model instead of the artifact.",
+        )
 
 
 def compile_artifact(artifact: Artifact, out: Path, *, plan: StagePlan, config: ExportConfig) -> Artifact:

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..interfaces.task_registry import is_adapter
 from .checked_export import export_resolved
-from .compiled_export import compile_artifact, compiles
+from .compiled_export import check_used, compile_artifact, compiles
 from .foreign_folders import weights_of
 from .quantized_export import export_to_scheme
 from .resolution import resolve
@@ -106,6 +106,7 @@ def export(
     )
     target = check_output(out, Path(model) if isinstance(model, str | os.PathLike) else None)
     if compiles(plan) and (graphs := _graphs(model)) is not None:
+        check_used(graphs, config, task=task, sample=sample, axes=axes, processor=processor, quantize=quantize)
         return compile_artifact(graphs, target, plan=plan, config=config)
     resolved = resolve(model, task=task, hub=hub, weights=True, export=True)
     inputs = {"sample": sample, "axes": axes, "processor": processor}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from accel.capture import usual_sizes_in
 from accel.errors import BackendUnavailableError, ConfigError
 from accel.interfaces.protocols import Exporter, OpenRequest, Optimizer, Quantizer, Session
 from accel.interfaces.shape_profiles import read_profile
-from accel.interfaces.specs import DeviceSpec, Probe
+from accel.interfaces.specs import DeviceSpec, Probe, Reason
 
 from ..ortkit.engines.artifacts import engine_dtype
 from ..ortkit.engines.libraries import TENSORRT_RTX
@@ -26,6 +27,7 @@ from . import FORMAT, SPEC
 from .exporter import EngineExporter, check_target, rtx_version
 
 PROVIDER = "NvTensorRTRTXExecutionProvider"
+_PROVIDER_PACKAGE = "onnxruntime_ep_nv_tensorrt_rtx"
 # The packages `tensorrt-rtx-cu13` are built for CUDA 13.
 _CUDA = "13.0"
 
@@ -52,6 +54,8 @@ class TensorrtRtxBackend(ProviderBackend):
         facts = survey_gpus(PROVIDER, _CUDA)
         supported = [capability for capability, _ in TENSORRT_RTX.builds_for]
         reasons = unusable_gpus(facts, TENSORRT_RTX.title, supported)
+        if reasons and importlib.util.find_spec(_PROVIDER_PACKAGE) is None:
+            reasons += (Reason("library", "the package of ONNX Runtime's provider is not installed", self.install),)
         verdict = Probe(reasons=reasons) if reasons else super().probe()
         versions = {**verdict.versions, "tensorrt-rtx": rtx_version()}
         if facts.driver is not None:

@@ -14,14 +14,16 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from typer.testing import CliRunner
 
 from accel import capture, progress
 from accel.artifact import Artifact
 from accel.backends import registry
+from accel.cli import app
 from accel.deploying.triton.repository import deploy
 from accel.errors import ConfigError, SessionError, TargetMismatchError, TaskError
 from accel.interfaces.protocols import CompilingExporter
-from accel.interfaces.shape_profiles import shapes_of
+from accel.interfaces.shape_profiles import read_profile, shapes_of
 from accel.interfaces.specs import DeviceSpec
 from accel.stages.export import export
 from accel.stages.optimize import optimize
@@ -80,10 +82,12 @@ def machine(
 )
 def test_probe_names_the_reason(monkeypatch: pytest.MonkeyPatch, facts: Any, code: str, message: str) -> None:
     machine(monkeypatch, *facts)
-    (reason,) = TensorrtRtxBackend().probe().reasons
+    reason, *others = TensorrtRtxBackend().probe().reasons
     assert reason.code == code
     assert message in reason.message
     assert "pip install" not in reason.remedy
+    missing = importlib.util.find_spec("onnxruntime_ep_nv_tensorrt_rtx") is None
+    assert [other.code for other in others] == (["library"] if missing else [])
 
 
 @needs_builder
@@ -159,6 +163,8 @@ def test_options_of_an_engine(half: Artifact, tmp_path: Path) -> None:
     [
         ({"capabilities": "9.0"}, "does not build engines for the compute capability 9.0"),
         ({"profile": "length=1"}, "no axis 'length'"),
+        ({"profile": "batch=1,batch=2"}, "the axis has two entries"),
+        ({"profile": "batch=1:8:99999999999"}, "the largest size is 2147483647"),
         ({"precision": "fp16"}, "no option 'precision'"),
     ],
 )
@@ -166,6 +172,36 @@ def test_invalid_options_write_nothing(half: Artifact, tmp_path: Path, options: 
     with pytest.raises(ConfigError, match=message):
         export(half, tmp_path / "engine", format=FORMAT, options=options)
     assert not (tmp_path / "engine").exists()
+
+
+@needs_builder
+def test_settings_without_effect_are_refused(half: Artifact, tmp_path: Path) -> None:
+    for settings in ({"pooling": "mean"}, {"task": "fill-mask"}, {"opset": 18}, {"quantize": "weight-int8"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(settings))} would have no effect"):
+            export(half, tmp_path / "engine", format=FORMAT, **settings)
+    assert not (tmp_path / "engine").exists()
+
+
+@needs_builder
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_command_line_builds_engines(half: Artifact, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    command = ["export", str(half.path), str(tmp_path / "engine"), "--format", FORMAT, "--option", "capabilities=8.9"]
+    result = CliRunner().invoke(app, [*command, *flags])
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "engine" / "model.plan").is_file()
+    if not flags and not registry.probe(registry.describe("tensorrt-rtx")).available:
+        assert "accel validate engine --backend tensorrt-rtx" in result.output
+
+
+@needs_builder
+def test_limits_of_decoders_hold_for_their_caches(generator: Callable[..., Artifact]) -> None:
+    (decoder,) = generator("gpt2", "tensorrt-rtx").components
+    assert decoder.most_tokens
+    profile = complete(decoder, {})
+    past = next(spec for spec in decoder.inputs if spec.name.startswith("past"))
+    assert profile["sequence"].most == profile[str(past.shape[2])].most == decoder.most_tokens
+    with pytest.raises(ConfigError, match="the model supports at most"):
+        complete(decoder, read_profile(f"sequence=1:8:{decoder.most_tokens + 1}"))
 
 
 @needs_builder
@@ -266,7 +302,7 @@ def test_additions_into_a_vector_are_expanded(dtype: str) -> None:
     model = ir.Model(graph, ir_version=10)
     assert expand_scatter_sums(model) == 1
     session = onnxruntime.InferenceSession(serialized(model))
-    feeds = {"data": [1, 2, 3, 4], "indices": [3, 0, 3, 3, 1], "updates": [10, 20, 30, 40, 50]}
+    feeds = {"data": [1, 2, 3, 4], "indices": [-1, 0, 3, 3, 1], "updates": [10, 20, 30, 40, 50]}
     arrays = {name: np.array(values, "int64" if name == "indices" else dtype) for name, values in feeds.items()}
     (sums,) = session.run(None, arrays)
     assert sums.tolist() == [21, 52, 3, 84]

@@ -25,7 +25,7 @@ def complete(component: Component, requested: Profile, shapes: Mapping[str, int]
                 f"The profile has sizes for the axis {axis!r}, but the graph has no axis {axis!r}.",
                 fix=f"use the axes {', '.join(axes)}.",
             )
-        limit = component.max_sizes.get(axis)
+        limit = _limit(component, axis)
         if limit is not None and sizes.most > limit:
             raise ConfigError(
                 f"The profile sets {axis} to at most {sizes.most}, but the model supports at most {limit}.",
@@ -36,11 +36,18 @@ def complete(component: Component, requested: Profile, shapes: Mapping[str, int]
     cached -= {axis for spec in component.inputs if spec.role != "cache" for axis in spec.shape}
     profile = {}
     for axis in axes:
-        most = component.max_sizes.get(axis, LONGEST)
+        most = _limit(component, axis) or LONGEST
         least = 0 if axis in cached else 1
         usual = AxisSizes(1, 8, 32) if axis == "batch" else AxisSizes(least, min(128, most), most)
         profile[axis] = requested.get(axis) or (AxisSizes(*[shapes[axis]] * 3) if shapes and axis in shapes else usual)
     return profile
+
+
+def _limit(component: Component, axis: str) -> int | None:
+    """Return the model's limit of an axis. The tokens of a decoder are limited together with those in the KV cache."""
+    cache = {d for s in component.inputs if s.role == "cache" and s.name.startswith("past") for d in s.shape[2:3]}
+    tokens = component.stateful and (axis == "sequence" or axis in cache)
+    return component.max_sizes.get(axis) or (component.most_tokens if tokens else 0) or None
 
 
 def provider_options(component: Component, profile: Profile, prefix: str) -> dict[str, str]:

@@ -39,6 +39,8 @@ def expand_scatter_sums(model: ir.Model) -> int:
         new = NewNodes(graph, f"{node.name}.sum")
         column, positions = new.constant([1]), new.constant(np.arange(size[0]))
         integers = new.op("Cast", indices, to=ir.DataType.INT64, dtype=ir.DataType.INT64, shape=indices.shape)
+        # Indices may be negative: -1 is the last position.
+        integers = new.op("Mod", integers, new.constant(size[0]), like=integers)
         matches = new.op(
             "Equal", new.op("Unsqueeze", integers, column, dtype=ir.DataType.INT64), positions, dtype=ir.DataType.BOOL
         )
