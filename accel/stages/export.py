@@ -30,12 +30,15 @@ from .checked_export import export_resolved
 from .compiled_export import check_used, compile_artifact, compiles
 from .foreign_folders import weights_of
 from .quantized_export import export_to_scheme
-from .resolution import resolve
+from .resolution import artifact_of, resolve
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
+"""Suffixes of files with PyTorch weights. Folders with weights and ONNX graphs are exported from the weights."""
 
 
 @checked_arguments(config=ExportConfig)
@@ -118,12 +121,16 @@ def export(
 
 
 def _graphs(model: Any) -> Artifact | None:
-    """Return a model that already is an artifact; `None` for a model with PyTorch weights."""
+    """Return a model that already is an artifact or a folder of ONNX graphs; `None` for a model with PyTorch weights."""
     if isinstance(model, Artifact):
         return model
-    if isinstance(model, str | os.PathLike) and (Path(model) / MANIFEST).is_file():
-        return Artifact.load(Path(model))
-    return None
+    if not isinstance(model, str | os.PathLike):
+        return None
+    folder = Path(model)
+    if (folder / MANIFEST).is_file():
+        return Artifact.load(folder)
+    has_weights = any(path for suffix in _WEIGHTS for path in folder.glob(f"*{suffix}"))
+    return artifact_of(folder) if not has_weights and any(folder.rglob("*.onnx")) else None
 
 
 def with_artifact(plan: Plan) -> Plan:

@@ -29,6 +29,7 @@ from accel.stages.export import export
 from accel.stages.optimize import optimize
 from accel.stages.quantize import quantize
 from accel.testing.conformance import BackendConformance
+from accel.testing.copies_without_manifest import as_foreign
 from accel_plugins.ortkit.engines.libraries import TENSORRT_RTX
 from accel_plugins.ortkit.engines.plans import build_plan, parse
 from accel_plugins.ortkit.engines.product_types import quantized_products
@@ -172,6 +173,13 @@ def test_invalid_options_write_nothing(half: Artifact, tmp_path: Path, options: 
     with pytest.raises(ConfigError, match=message):
         export(half, tmp_path / "engine", format=FORMAT, options=options)
     assert not (tmp_path / "engine").exists()
+
+
+@needs_builder
+def test_folder_of_another_tool_becomes_an_engine(tiny_artifact: Callable[..., Artifact], tmp_path: Path) -> None:
+    as_foreign(tiny_artifact("bert").path, tmp_path / "foreign")
+    built = export(str(tmp_path / "foreign"), tmp_path / "engine", format=FORMAT, options={"capabilities": "8.9"})
+    assert built.manifest.steps[-1].report["products"] == {"model": {"float32": 18}}
 
 
 @needs_builder
