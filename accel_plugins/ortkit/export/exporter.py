@@ -211,11 +211,32 @@ def _captured(source: Source, config: ExportConfig, file: str, standard: bool) -
         expand_scatter_sums(model)
     merge_initializers(model)
     component = _component(source, model, file, drop_unused_inputs(model))
+    if standard:
+        component = _with_grown_mask(component)
     if source.streamed is not None:
         read_from_checkpoint(model, source.streamed)
     else:
         release_when_written(model)
     return model, exported, component
+
+
+def _with_grown_mask(component: Component) -> Component:
+    """Return the component with the attention mask as long as the keys after a call, if the KV cache grows with each call.
+
+    The trace gives both lengths different names if the mask is expanded before it is added to the scores.
+    """
+    presents = {spec.name: spec.shape for spec in component.outputs}
+    grown = {presents[s.pair][2] for s in component.inputs if s.pair in presents and len(presents[s.pair]) == 4}
+    length = next(iter(grown), None)
+    if len(grown) != 1 or not isinstance(length, str) or " + " not in length:
+        return component
+    inputs = tuple(
+        replace(spec, shape=(*spec.shape[:-1], length))
+        if spec.name == "attention_mask" and spec.shape[-1] == "total"
+        else spec
+        for spec in component.inputs
+    )
+    return replace(component, inputs=inputs)
 
 
 def _component(source: Source, model: ir.Model, file: str, unused: tuple[str, ...]) -> Component:
