@@ -39,7 +39,10 @@ class Fault:
 
 
 def plant(source: Path, folder: Path, edit: Edit, *, probes: bool = True) -> Artifact:
-    """Copy an artifact, change its graph, and record the changed file, as another tool that writes graphs would."""
+    """Copy an artifact, change its graph, and record the changed file, as another tool that writes graphs would.
+
+    With `probes=False`, the copy has no probes.
+    """
     shutil.copytree(source, folder)
     artifact = Artifact.load(folder)
     model = ir.load(artifact.file())

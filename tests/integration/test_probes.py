@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import accel
 from accel import ORTModelForSequenceClassification
-from accel.artifact import Artifact, with_files
+from accel.artifact import Artifact
 from accel.artifact.manifest import MANIFEST
 from accel.artifact.probe_file import PROBES
 from accel.backends import registry
@@ -34,6 +34,7 @@ from accel.stages.quantize import quantize
 from accel.testing.copies_without_manifest import as_foreign
 from accel.testing.models import save_tiny
 from accel_plugins.ortkit.runtime.session import OrtSession
+from tests.planted_faults import plant
 
 
 @pytest.fixture
@@ -223,22 +224,6 @@ def test_a_quantized_artifact_is_compared_with_the_float_answers(
         opened(quantized, options=SessionOptions(graph_optimization="none"))
 
 
-def edited(source: Path, folder: Path, edit: Callable[[ir.Model], None]) -> Artifact:
-    """Copy an artifact, change its graph, and record the changed file, as another tool that writes graphs would."""
-    shutil.copytree(source, folder)
-    artifact = Artifact.load(folder)
-    model = ir.load(artifact.file())
-    edit(model)
-    for weight in model.graph.initializers.values():
-        if weight.const_value is not None:
-            weight.const_value = ir.tensor(weight.const_value.numpy().copy(), name=weight.name)
-    for path in folder.glob("*.data"):
-        path.unlink()
-    ir.save(model, artifact.file())
-    components = with_files(folder, artifact.components, [[artifact.components[0].file]])
-    return Artifact.create(folder, dataclasses.replace(artifact.manifest, components=components))
-
-
 def _scaled_weight(model: ir.Model) -> None:
     weights = [
         v for v in model.graph.initializers.values() if v.const_value is not None and len(v.const_value.shape) == 2
@@ -284,7 +269,7 @@ def _ignored_mask(model: ir.Model) -> None:
 def test_a_changed_graph_is_not_opened(
     edit: Callable[[ir.Model], None], home: Path, tmp_path: Path, tiny_artifact: Callable[..., Artifact]
 ) -> None:
-    changed = edited(tiny_artifact().path, tmp_path / "changed", edit)
+    changed = plant(tiny_artifact().path, tmp_path / "changed", edit)
     with pytest.raises(ProbeError):
         opened(changed)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,20 +37,11 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def url(model: Any) -> Iterator[str]:
-    import uvicorn
-
     from accel.serving.http.app import create_app
+    from tests.auditing.servers import served
 
-    app = create_app(accel.Engine({"tiny": model}))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    server.should_exit = True
-    thread.join(30)
+    with served(create_app(accel.Engine({"tiny": model}))) as address:
+        yield f"{address}/v1"
 
 
 def expected(model: Any) -> str:
@@ -97,9 +86,8 @@ def test_completions(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path]) -> Iterator[Any]:
-    import uvicorn
-
     from accel.serving.http.app import create_app
+    from tests.auditing.servers import served
     from tests.serving.test_openai_chat import byte_level_tokenizer
 
     folder, tokenizer = tmp_path_factory.mktemp("byte-level"), byte_level_tokenizer()
@@ -112,17 +100,11 @@ def client(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., 
         "chat": accel.ORTModel.from_pretrained(folder, backend="pytorch", task="text-generation"),
         "speech": accel.ORTModel.from_pretrained(speech, backend="pytorch", task="ctc"),
     }
-    server = uvicorn.Server(uvicorn.Config(create_app(accel.Engine(models)), port=0, log_config=None, lifespan="on"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as opened:
+    with (
+        served(create_app(accel.Engine(models))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as opened,
+    ):
         yield opened
-    server.should_exit = True
-    thread.join(30)
 
 
 def test_structured_answers_and_tools(client: Any) -> None:

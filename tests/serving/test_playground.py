@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 import accel
 from accel.serving.http.app import create_app
+from tests.auditing.servers import served
 from tests.serving.conftest import save_chat
 
 CHROMIUM = next(
@@ -80,19 +80,11 @@ class Page:
 def page(
     tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[..., Path], shared: Callable[..., Path]
 ) -> Iterator[Page]:
-    import uvicorn
-
     tasks = ("text-classification", "token-classification", "question-answering", "sentence-similarity")
     models: dict[str, Any] = {
         task: accel.ORTModel.from_pretrained(tiny_folder("bert", task), backend="pytorch", task=task) for task in tasks
     }
     models["chat"] = accel.ORTModel.from_pretrained(shared("served-chat", save_chat), backend="pytorch")
-    server = uvicorn.Server(uvicorn.Config(create_app(accel.Engine(models)), port=0, log_config=None, lifespan="on"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started and time.monotonic() < deadline:
-        time.sleep(0.01)
     in_read, in_write = os.pipe()
     out_read, out_write = os.pipe()
     profile = tmp_path_factory.mktemp("chromium")
@@ -107,18 +99,17 @@ def page(
     os.close(in_read)
     os.close(out_write)
     opened = Page(out_read, in_write)
-    try:
-        opened.open(f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/docs")
-        yield opened
-    finally:
-        with contextlib.suppress(OSError, AssertionError):
-            opened._session = ""
-            opened.send("Browser.close")
-        process.wait(30)
-        os.close(out_read)
-        os.close(in_write)
-        server.should_exit = True
-        thread.join(30)
+    with served(create_app(accel.Engine(models))) as url:
+        try:
+            opened.open(f"{url}/docs")
+            yield opened
+        finally:
+            with contextlib.suppress(OSError, AssertionError):
+                opened._session = ""
+                opened.send("Browser.close")
+            process.wait(30)
+            os.close(out_read)
+            os.close(in_write)
 
 
 def test_probabilities_as_bars(page: Page) -> None:

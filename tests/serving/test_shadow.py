@@ -84,6 +84,9 @@ def test_the_shadow_is_switched_when_both_bounds_hold(tiny_artifact: Callable[..
     strict = Shadow(tiny_artifact(), ShadowSettings(share=1.0, min_agreement=0.999999, max_latency_ratio=100.0))
     strict.comparison = shadow.comparison
     assert not strict.bounds_hold
+    fast = Shadow(tiny_artifact(), ShadowSettings(share=1.0, min_agreement=0.9, max_latency_ratio=1e-9))
+    fast.comparison = shadow.comparison
+    assert not fast.bounds_hold
 
 
 def test_a_failing_shadow_changes_no_answer(tiny_artifact: Callable[..., Artifact]) -> None:
